@@ -47,6 +47,24 @@ def seeing(
     )
 
 
+def with_audio(text: str, architecture: type[transformers.PreTrainedModel]) -> Row:
+    """The row of a model that takes audio, whose text part is that of another row."""
+    row = BY_NAME[text]
+    tower = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "num_mel_bins": 8,
+        "max_source_positions": 20,
+    }
+    within = {"model_type": row.config.model_type, **row.sizes, **row.fields}
+    fields = {"text_config": within, "audio_config": tower, "tie_word_embeddings": False}
+    return replace(
+        row, name=f"{text} with audio", architecture=architecture, sizes={}, fields=fields
+    )
+
+
 def with_axes(
     name: str,
     architecture: type[transformers.PreTrainedModel],
@@ -132,6 +150,7 @@ ROWS = (
         )
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
+    with_audio("qwen2", transformers.Qwen2AudioForConditionalGeneration),
     with_axes(
         "glm4v",
         transformers.Glm4vForConditionalGeneration,

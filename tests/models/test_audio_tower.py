@@ -52,7 +52,7 @@ def test_the_tower_is_that_of_transformers(tmp_path: Path) -> None:
     assert card is not None
     opened = open_audio_model(tmp_path, card)
     features = AudioPreprocessor(card.features).features(tones(1.5))
-    (made,) = opened.steps(DecodedAudio(features))
+    (made,) = opened.steps(DecodedAudio(features, features.shape[1]))
     assert made is not None
     ours = np.frombuffer(made.data, np.float32).reshape(made.tokens, made.hidden)
     with torch.inference_mode():

@@ -135,7 +135,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "hicache",
     ),
     (
-        "Audio in chats, and images and videos of other models than [these](models.md#images)",
+        "Images, videos and audio in prompts of other models than [these](models.md#images)",
         "They are refused; the text part of another multimodal model is served. Whisper "
         "transcribes files.",
         "multimodal",

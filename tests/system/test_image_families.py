@@ -131,7 +131,7 @@ FAMILIES = {
         mutant=frames,
     ),
 }
-LONG = ("llava-next", "mistral3")
+LONG = ("internvl", "llava-next", "mistral3")
 """Those whose tiles and rows other tests compare, below the services that are the same for all."""
 CUT = ("smolvlm", "internvl", "llava-next")
 """Those that cut images to tiles: of low detail they are one."""

@@ -257,7 +257,7 @@ def test_too_many_images_and_placeholders_in_texts_are_refused(seeing: Seeing) -
         return seeing.stack.refusal("/v1/chat/completions", body)
 
     assert "5 images; the limit is 4" in refusal(*[picture(1)] * 5)
-    assert "2 placeholders for 1 images" in refusal(f"Here: {PLACEHOLDER}", picture(1))
+    assert "2 placeholders for 1 media" in refusal(f"Here: {PLACEHOLDER}", picture(1))
 
 
 async def test_an_image_is_sent_again_by_its_uuid_alone(

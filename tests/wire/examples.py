@@ -231,6 +231,7 @@ EVERY: tuple[Message, ...] = (
                 claim=CLAIM,
                 embedding=FORM,
                 video=True,
+                audio=True,
             ),
         ),
         min_pixels=1000,
@@ -369,6 +370,7 @@ EVERY: tuple[Message, ...] = (
         media=(SPAN,),
         sees=True,
         sees_videos=True,
+        takes_audio=True,
         transcription=tokenize.TranscriptionCard(
             window_s=30.0,
             languages=("en", "de"),

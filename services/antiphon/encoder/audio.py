@@ -58,9 +58,13 @@ _BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedAudio:
-    """The features (M, F) of a part of an audio file."""
+    """The features (M, F) of a part of an audio file.
+
+    Of these `frames` are of the audio, and the others of the silence behind it.
+    """
 
     features: NDArray[np.float32]
+    frames: int
 
 
 class AudioPreprocessor:

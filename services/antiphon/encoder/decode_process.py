@@ -104,6 +104,7 @@ class DecodeProcesses:
                 memory_bytes_max=_MEMORY_BYTES_MAX + _COPIES * medium_bytes_max,
             )
 
+        self._features = settings.audio
         slots_bytes = (processes + 1) * (config.video_bytes_max + _JOB_BYTES)
         self.images = pool(_IMAGE_S, config.image_bytes_max, _IMAGES_BYTES_MAX)
         self.videos = pool(_VIDEO_S, config.video_bytes_max, slots_bytes)
@@ -138,7 +139,10 @@ class DecodeProcesses:
         outcome = await self._outcome(self.images, "audio", file, job, timeout_s)
         assert isinstance(outcome, _Features), "a job of features"
         features = np.frombuffer(outcome.data, np.float32).reshape(outcome.shape)
-        return DecodedAudio(features.copy())  # torch warns of memory that is read-only
+        assert self._features is not None, "checked by the service"
+        frames = self._features.frames_of(window.seconds - window.start_s)
+        # A copy: torch warns of memory that is read-only.
+        return DecodedAudio(features.copy(), min(frames, self._features.frames))
 
     async def _outcome(
         self,

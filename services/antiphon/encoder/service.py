@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import AudioFiles, CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
-from antiphon.model_card.audio import read_audio
+from antiphon.model_card.audio import PromptAudio, read_audio, read_prompt_audio
 from antiphon.model_card.served_model import model_files, served_name
 from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
@@ -141,7 +141,7 @@ class ImageEncoder:
         self._clock = runtime.clock
         self._recipe = None if model.preprocess is None else model.preprocess.recipe
         self._videos = model.videos
-        self._window_s = 0 if model.audio is None else model.audio.features.chunk_length
+        self._audio = model.audio
         self._files = AudioFiles(_AUDIO_FILES * self._config.image_bytes_max)
         self._width = model.width
         self._processes = processes
@@ -191,7 +191,7 @@ class ImageEncoder:
 
         Raises:
             Unsupported: The model takes none of this kind.
-            InvalidRequest: See `_seen`.
+            InvalidRequest: See `_seen`; or audio is longer or shorter than what the model takes.
         """
         if (request.audio is not None) != (self._recipe is None):
             kind = "images" if request.audio is None else "audio"
@@ -199,6 +199,9 @@ class ImageEncoder:
         if request.video is not None:
             return repr(self._seen(request, request.video)).encode()
         if self._recipe is None:
+            assert request.audio is not None, "checked above"
+            if isinstance(self._audio, PromptAudio):
+                self._audio.rows(request.audio.seconds - request.audio.start_s)
             return repr(request.audio).encode()
         recipe = self._recipe.within(request.limits)
         return b"" if recipe == self._recipe else repr(recipe).encode()
@@ -254,7 +257,8 @@ class ImageEncoder:
             if request.audio is None:
                 return await self._processes.decode(image, job, timeout_s=_DECODE_S)
             audio = await self._processes.decode_audio(image, request.audio, timeout_s=_DECODE_S)
-        end_s = request.audio.start_s + self._window_s
+        assert self._audio is not None, "checked by _processed"
+        end_s = request.audio.start_s + self._audio.features.chunk_length
         if request.claim is not None and end_s < request.audio.seconds:
             self._files.keep(request.claim.digest, image)
         return audio
@@ -328,7 +332,7 @@ def _vision_folder(settings: Settings) -> Path | None:
         return Path(settings.encoder.model_path).expanduser()
     try:
         folder = model_files(settings, weights=False).folder
-        if read_vision(folder) is None and read_audio(folder) is None:
+        if not (read_vision(folder) or read_audio(folder) or read_prompt_audio(folder)):
             return None
         return model_files(settings).folder
     except ConfigError as error:
@@ -357,7 +361,7 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
     except ImportError as error:
         raise CannotStart(f"media require the extra antiphon[encoder]: {error}") from error
     try:
-        if (card := read_audio(folder)) is None:
+        if (card := read_audio(folder) or read_prompt_audio(folder)) is None:
             model = open_model(settings, folder)
         else:
             set_threads(settings)

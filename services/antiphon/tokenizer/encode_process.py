@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from antiphon.model_card.audio import AudioCard
+from antiphon.model_card.audio import AudioCard, PromptAudio
 from antiphon.model_card.vision import VisionCard
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
@@ -38,6 +38,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     vision: VisionCard | None = None
     audio: AudioCard | None = None
+    prompt_audio: PromptAudio | None = None
 
     def encoder(self) -> TextEncoder:
         words = read_model_tokenizer(
@@ -46,6 +47,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
             self.completion_template,
             self.chat_template_name,
             self.vision,
+            self.prompt_audio,
         )
         transcriber = None if self.audio is None else Transcriber.of(words.tokenizer, self.audio)
         return TextEncoder(

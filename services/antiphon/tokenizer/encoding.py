@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -37,13 +37,15 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
+    from antiphon.model_card.audio import PromptAudio
     from antiphon.model_card.vision import VideosCard, VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
     from antiphon.tokenizer.transcription import Transcriber
-    from antiphon.wire.claim import VideoHeader
+    from antiphon.wire.claim import AudioWindow, VideoHeader
     from antiphon.wire.media import MediumHeader
     from antiphon.wire.tokenize import TranscriptionCard, TranscriptionPrompt
 
+MediumKind = Literal["image", "video", "audio"]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -205,12 +207,12 @@ class TextEncoder:
             PromptTooLong: The prompt exceeds the context.
         """
         media, field = text.media, "prompt" if text.messages is None else "messages"
-        marker = self.vocabulary.image_marker
-        texts, of_videos = self._divided(rendered, media)
-        if len(of_videos) != len(media):
-            raise _other_placeholders(len(of_videos), len(media), marker, field)
-        if of_videos != [each.video is not None for each in media]:
-            raise InvalidRequest("images and videos are not in the order of their placeholders")
+        texts, kinds = self._divided(rendered, media)
+        if len(kinds) != len(media):
+            marker = self.vocabulary.image_marker or self.vocabulary.audio_marker
+            raise _other_placeholders(len(kinds), len(media), marker, field)
+        if kinds != [_kind(each) for each in media]:
+            raise InvalidRequest("media are not in the order of their placeholders")
         shown = self._shown(media)
         written = [texts[0]]
         for each, after in zip(shown, texts[1:], strict=True):
@@ -222,7 +224,8 @@ class TextEncoder:
         expected = [each.placeholder for each in shown for _ in each.runs]
         if [encoded[at] for at in places] != expected:
             count = len(media) + len(places) - len(expected)
-            raise _other_placeholders(count, len(media), self.vocabulary.placeholder, field)
+            marker = self.vocabulary.placeholder or self.vocabulary.audio_marker
+            raise _other_placeholders(count, len(media), marker, field)
         ids, spans, rest, before = list[int](), list[MediumSpan](), iter(places), 0
         for each in shown:
             start = -1
@@ -240,24 +243,28 @@ class TextEncoder:
 
     @property
     def _placeholders(self) -> frozenset[int]:
-        cards = self.vocabulary.vision, self.vocabulary.videos
+        cards = self.vocabulary.vision, self.vocabulary.videos, self.vocabulary.audio
         return frozenset(card.placeholder for card in cards if card is not None)
 
     def _divided(
         self, rendered: str, media: Sequence[MediumHeader]
-    ) -> tuple[list[str], list[bool]]:
-        """The texts between markers, and whether each of these is that of a video.
+    ) -> tuple[list[str], list[MediumKind]]:
+        """The texts between markers, and of which kind of media each of these is.
 
         Those of videos are only looked for if there is one.
         """
-        of_image, videos = self.vocabulary.image_marker, self.vocabulary.videos
-        markers = [of_image]
+        words, videos = self.vocabulary, self.vocabulary.videos
+        kinds: dict[str, MediumKind] = {}
         if videos is not None and any(each.video for each in media):
-            markers += videos.markers
+            kinds = dict.fromkeys(videos.markers, "video")
+        if words.image_marker:
+            kinds[words.image_marker] = "image"
+        if words.audio_marker:
+            kinds[words.audio_marker] = "audio"
         # Of two that begin at one place the longer one: Python takes the first that matches.
-        markers.sort(key=len, reverse=True)
+        markers = sorted(kinds, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, markers))})", rendered)
-        return parts[::2], [marker != of_image for marker in parts[1::2]]
+        return parts[::2], [kinds[marker] for marker in parts[1::2]]
 
     def _shown(self, media: Sequence[MediumHeader]) -> list[_ShownMedium]:
         """What stands for each medium.
@@ -265,20 +272,25 @@ class TextEncoder:
         Raises:
             InvalidRequest: It cannot be scaled as the request says, or has other rows.
         """
-        vision, videos = self.vocabulary.vision, self.vocabulary.videos
-        assert vision is not None, "checked by _render"
         shown: list[_ShownMedium] = []
         for index, medium in enumerate(media):
             try:
-                if medium.video is None:
-                    shown.append(_shown_image(vision, medium))
-                else:
-                    assert videos is not None, "checked by _render"
-                    shown.append(_shown_video(videos, medium, medium.video))
+                shown.append(self._shown_one(medium))
             except InvalidRequest as error:
                 error.param = error.param or f"media.{index}"
                 raise
         return shown
+
+    def _shown_one(self, medium: MediumHeader) -> _ShownMedium:
+        words = self.vocabulary
+        if medium.audio is not None:
+            assert words.audio is not None, "checked by _render"
+            return _shown_audio(words.audio, medium, medium.audio)
+        if medium.video is not None:
+            assert words.videos is not None, "checked by _render"
+            return _shown_video(words.videos, medium, medium.video)
+        assert words.vision is not None, "checked by _render"
+        return _shown_image(words.vision, medium)
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
@@ -324,13 +336,10 @@ class TextEncoder:
     def _render(self, text: EncodeRequest) -> str:
         if text.transcription is not None:
             return text.prompt or ""
-        if any(each.audio is not None for each in text.media):
-            raise Unsupported("this model takes no audio in a prompt", param="media.0")
-        if text.media and self.vocabulary.vision is None:
-            raise Unsupported("this model takes no images", param="media.0")
-        video = next((i for i, each in enumerate(text.media) if each.video is not None), None)
-        if video is not None and self.vocabulary.videos is None:
-            raise Unsupported("this model takes no videos", param=f"media.{video}")
+        for index, medium in enumerate(text.media):
+            if not self._takes(kind := _kind(medium)):
+                named = "audio in a prompt" if kind == "audio" else f"{kind}s"
+                raise Unsupported(f"this model takes no {named}", param=f"media.{index}")
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
@@ -356,7 +365,14 @@ class TextEncoder:
             markers=[self._marker(each) for each in text.media],
         )
 
+    def _takes(self, kind: MediumKind) -> bool:
+        words = self.vocabulary
+        cards = {"image": words.vision, "video": words.videos, "audio": words.audio}
+        return cards[kind] is not None
+
     def _marker(self, medium: MediumHeader) -> MediumMarker:
+        if medium.audio is not None:
+            return MediumMarker("audio", self.vocabulary.audio_marker)
         videos = self.vocabulary.videos
         if medium.video is None or videos is None:
             return MediumMarker("image", self.vocabulary.image_marker)
@@ -421,6 +437,18 @@ def _shown_video(videos: VideosCard, medium: MediumHeader, video: VideoHeader) -
     return _ShownMedium(card.placeholder, seen.pieces, key, seen.columns, times, seen.step)
 
 
+def _shown_audio(card: PromptAudio, medium: MediumHeader, audio: AudioWindow) -> _ShownMedium:
+    where = msgspec.msgpack.encode(audio)
+    key = medium_key(medium.digest, card.processing + where)
+    return _ShownMedium(card.placeholder, (card.rows(audio.seconds),), key, columns=0)
+
+
+def _kind(medium: MediumHeader) -> MediumKind:
+    if medium.audio is not None:
+        return "audio"
+    return "image" if medium.video is None else "video"
+
+
 def _size(card: VisionCard, medium: MediumHeader) -> tuple[int, int]:
     """Width and height of an image, or of what a client has embedded.
 
@@ -444,13 +472,13 @@ def _check_rows(medium: MediumHeader, pieces: Pieces) -> None:
         )
 
 
-def _other_placeholders(found: int, images: int, marker: str, field: str) -> InvalidRequest:
+def _other_placeholders(found: int, media: int, marker: str, field: str) -> InvalidRequest:
     if field == "prompt":
-        text = f"the text has {found} placeholders {marker} for {images} images"
+        text = f"the text has {found} placeholders {marker} for {media} media"
         return InvalidRequest(text, param=field)
     return InvalidRequest(
-        f"the rendered prompt has {found} placeholders for {images} images: texts must not contain "
-        "the model's placeholder, and the chat template must show images",
+        f"the rendered prompt has {found} placeholders for {media} media: texts must not contain "
+        "the model's placeholder, and the chat template must show media",
         param=field,
     )
 

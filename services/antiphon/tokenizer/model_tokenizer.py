@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import TEMPLATES, CompletionTemplate, read_template
 from antiphon.config.parsing import ReasoningParser, ToolParser
+from antiphon.model_card.audio import PromptAudio
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.images import ComparedImages
@@ -49,7 +50,8 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
 
     `completion` is the fill-in-the-middle template, or None if it is unknown. `token_characters` is
     the length of the longest token; byte tokens are stored with one character per byte, so no token
-    decodes to more. `vision` says how the model takes images, if it does.
+    decodes to more. `vision` says how the model takes images, if it does, and `audio` how it takes
+    audio in prompts.
     """
 
     tokenizer: Tokenizer
@@ -59,6 +61,7 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
     completion: CompletionTemplate | None = None
     token_characters: int = 0
     vision: VisionCard | None = None
+    audio: PromptAudio | None = None
 
     @property
     def placeholder(self) -> str:
@@ -73,6 +76,13 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
         return self.placeholder if self.vision is None else self.vision.marker or self.placeholder
 
     @property
+    def audio_marker(self) -> str:
+        """What stands for audio in a rendered template; empty if the model takes none."""
+        if self.audio is None:
+            return ""
+        return self.tokenizer.id_to_token(self.audio.placeholder) or ""
+
+    @property
     def videos(self) -> VideosCard | None:
         """How the model takes videos, if it does."""
         return videos_of(self.vision)
@@ -84,6 +94,7 @@ def read_model_tokenizer(
     completion_template: str = "",
     template_name: str = "",
     vision: VisionCard | None = None,
+    audio: PromptAudio | None = None,
 ) -> ModelTokenizer:
     """Load a folder's tokenizer and chat template.
 
@@ -95,6 +106,7 @@ def read_model_tokenizer(
             conversation has tools.
         vision: How the model takes images; its placeholder must be a special token, unless images
             are prompts by themselves.
+        audio: How the model takes audio in prompts; likewise.
 
     Raises:
         ConfigError: A file is missing or malformed, there is no such template, or a marker is not a
@@ -117,10 +129,12 @@ def read_model_tokenizer(
     videos = videos_of(vision)
     if videos is not None and videos.placeholder not in tokenizer.get_added_tokens_decoder():
         raise ConfigError(f"the placeholder of videos, {videos.placeholder}, is no added token")
+    if audio is not None and audio.placeholder not in tokenizer.get_added_tokens_decoder():
+        raise ConfigError(f"the placeholder of audio, {audio.placeholder}, is no added token")
     completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
     formats = _formats(sources)
-    return ModelTokenizer(tokenizer, template, size, formats, completion, longest, vision)
+    return ModelTokenizer(tokenizer, template, size, formats, completion, longest, vision, audio)
 
 
 def _pad(tokenizer: Tokenizer, tokens: int, padding: str | None) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.model_card.audio import read_audio
+from antiphon.model_card.audio import read_audio, read_prompt_audio
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
@@ -126,6 +126,7 @@ class TokenizerService:
             context_tokens=settings.model.context_tokens or card.context_tokens,
             vision=_vision(settings, files.folder),
             audio=read_audio(files.folder),
+            prompt_audio=read_prompt_audio(files.folder),
         )
         encoder = await asyncio.to_thread(shared.encoder)
         processes = EncodeProcesses(shared, threads)
@@ -195,6 +196,7 @@ class TokenizerService:
             media=encoded.media,
             sees=vision is not None,
             sees_videos=videos_of(vision) is not None,
+            takes_audio=self._vocabulary.audio is not None,
             transcription=self._encoder.transcription,
             media_width=0 if vision is None else vision.row_width(card.hidden_size),
         )

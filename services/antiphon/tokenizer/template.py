@@ -119,7 +119,7 @@ class ChatTemplate:
 
 
 class MediumMarker(NamedTuple):
-    """What templates call a medium (`image`, `video`), and what stands for it in plain text."""
+    """What templates call a medium (`image`, `video`, `audio`), and its marker in plain text."""
 
     kind: str
     text: str
@@ -210,7 +210,9 @@ def _turns(
 def _part(part: MessagePart, markers: Sequence[MediumMarker]) -> dict[str, object]:
     if part.text is not None:
         return {"type": "text", "text": part.text}
-    return {"type": _marker(part, markers).kind}
+    kind = _marker(part, markers).kind
+    # Of audio, some templates look for the field, and not at the type.
+    return {"type": kind, kind: ""} if kind == "audio" else {"type": kind}
 
 
 def _marked(part: MessagePart, markers: Sequence[MediumMarker]) -> str:

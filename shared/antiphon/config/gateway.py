@@ -124,7 +124,7 @@ class MediaConfig(Config):
     """Maximum number of images of a request."""
     videos_max: Annotated[int, Meta(ge=0, le=256)] = 4
     """Maximum number of videos of a request."""
-    audios_max: Annotated[int, Meta(ge=0, le=256)] = 1
+    audios_max: Annotated[int, Meta(ge=0, le=256)] = 16
     """Maximum number of audio files of a request; a transcription has one."""
     allowed_domains: str = ""
     """Source hosts of images, separated by commas or spaces: images are fetched from these and no

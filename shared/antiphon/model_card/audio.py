@@ -1,4 +1,4 @@
-"""Reads how a model transcribes audio: what its encoder sees, and the tokens of its prompts.
+"""Reads how a model takes audio: what its encoder sees, and what stands for it in prompts.
 
 Read by the tokenizer, which writes the prompts, the worker, and the encoder; without torch.
 """
@@ -12,8 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.config_json import TRANSCRIBING_ARCHITECTURES, parse_json, read_json
+from antiphon.model_card.config_json import (
+    AUDIO_PROMPT_ARCHITECTURES,
+    TRANSCRIBING_ARCHITECTURES,
+    parse_json,
+    read_json,
+)
 from antiphon.model_card.processor_files import NESTING, PROCESSOR
+from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,6 +75,14 @@ class AudioFeatures(msgspec.Struct, frozen=True):
     def frames(self) -> int:
         return self.samples // self.hop_length
 
+    def frames_of(self, seconds: float) -> int:
+        """Frames of audio of this duration, without those of the silence behind it."""
+        return -(-round(seconds * self.sampling_rate) // self.hop_length)
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
 
 class AudioCard(msgspec.Struct, frozen=True):
     """How a model transcribes audio.
@@ -91,12 +105,49 @@ class AudioCard(msgspec.Struct, frozen=True):
     @property
     def processing(self) -> bytes:
         """A digest of how samples become embeddings."""
-        return hashlib.sha256(msgspec.msgpack.encode(self.features)).digest()
+        return self.features.digest
 
     @property
     def step_s(self) -> float:
         """Seconds from one timestamp to the next: there is one for each token of the encoder."""
         return self.features.chunk_length / self.source_tokens
+
+
+class PromptAudio(msgspec.Struct, frozen=True):
+    """How a model takes audio in a prompt: placeholders, as many as its duration asks for.
+
+    Attributes:
+        placeholder: Token id of the placeholder, one for each row of an embedding.
+        features: What the encoder sees. It halves their frames twice.
+    """
+
+    placeholder: int
+    features: AudioFeatures
+
+    @property
+    def processing(self) -> bytes:
+        """A digest of how samples become embeddings."""
+        return self.features.digest
+
+    def rows(self, seconds: float) -> int:
+        """Rows of audio of this duration.
+
+        Raises:
+            InvalidRequest: It is longer than what the model takes at once, or too short for a row.
+        """
+        frames, most = self.features.frames_of(seconds), self.features.frames
+        if frames > most:
+            raise InvalidRequest(
+                f"the audio takes {seconds:g} s; this model takes {self.features.chunk_length} s"
+            )
+        if (rows := halved(frames) // DOWNSAMPLED) < 1:
+            raise InvalidRequest(f"the audio takes {seconds:g} s, which is too short")
+        return rows
+
+
+def halved(frames: int) -> int:
+    """What a convolution with a stride of 2 leaves of frames."""
+    return -(-frames // DOWNSAMPLED)
 
 
 class _TranscribingConfig(msgspec.Struct, frozen=True):
@@ -117,6 +168,30 @@ class _FeatureNesting(msgspec.Struct, frozen=True):
     feature_extractor: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _PromptTower(msgspec.Struct, frozen=True):
+    max_source_positions: _Size = 1500
+    num_mel_bins: _Size = 128
+
+
+class _PromptConfig(msgspec.Struct, frozen=True):
+    audio_token_index: _Id = 151646
+    audio_config: _PromptTower = msgspec.field(default_factory=_PromptTower)
+
+
+def read_prompt_audio(folder: Path) -> PromptAudio | None:
+    """How the model of a folder takes audio in prompts; None if it does not.
+
+    Raises:
+        ConfigError: A file is malformed, or the encoder takes other features than these.
+    """
+    file = folder / "config.json"
+    if not _is_one_of(file, AUDIO_PROMPT_ARCHITECTURES):
+        return None
+    config, features = read_json(file, _PromptConfig), _features(folder)
+    _check_features(file, config.audio_config, features)
+    return PromptAudio(config.audio_token_index, features)
+
+
 def read_audio(folder: Path) -> AudioCard | None:
     """How the model of a folder transcribes audio; None if it does not.
 
@@ -124,25 +199,13 @@ def read_audio(folder: Path) -> AudioCard | None:
         ConfigError: A file is malformed, or the encoder takes other features than these.
     """
     file = folder / "config.json"
-    if not file.is_file():
-        return None
-    named = read_json(file, _Architectures).architectures
-    if not set(named or ()) & set(TRANSCRIBING_ARCHITECTURES):
+    if not _is_one_of(file, TRANSCRIBING_ARCHITECTURES):
         return None
     config, features = read_json(file, _TranscribingConfig), _features(folder)
+    _check_features(file, config, features)
     generation = _TranscribingGeneration()
     if (own := folder / "generation_config.json").is_file():
         generation = read_json(own, _TranscribingGeneration)
-    if features.feature_size != config.num_mel_bins:
-        raise ConfigError(
-            f"{file}: num_mel_bins = {config.num_mel_bins}, and feature_size ="
-            f" {features.feature_size} in {PROCESSOR}"
-        )
-    if features.frames != DOWNSAMPLED * config.max_source_positions:
-        raise ConfigError(
-            f"{file}: max_source_positions = {config.max_source_positions}: {features.frames}"
-            f" frames of features become {features.frames / DOWNSAMPLED:g}"
-        )
     return AudioCard(
         source_tokens=config.max_source_positions,
         features=features,
@@ -153,9 +216,31 @@ def read_audio(folder: Path) -> AudioCard | None:
     )
 
 
+def _check_features(
+    file: Path, config: _TranscribingConfig | _PromptTower, features: AudioFeatures
+) -> None:
+    """Check that the encoder takes these features."""
+    if features.feature_size != config.num_mel_bins:
+        raise ConfigError(
+            f"{file}: num_mel_bins = {config.num_mel_bins}, and feature_size ="
+            f" {features.feature_size} in {PROCESSOR}"
+        )
+    if features.frames != DOWNSAMPLED * config.max_source_positions:
+        raise ConfigError(
+            f"{file}: max_source_positions = {config.max_source_positions}: {features.frames}"
+            f" frames of features become {features.frames / DOWNSAMPLED:g}"
+        )
+
+
 def _first(*lists: tuple[int, ...] | None) -> tuple[int, ...]:
     """The first of these lists that a file has, which may be empty."""
     return next((each for each in lists if each is not None), ())
+
+
+def _is_one_of(file: Path, architectures: tuple[str, ...]) -> bool:
+    if not file.is_file():
+        return False
+    return bool(set(read_json(file, _Architectures).architectures or ()) & set(architectures))
 
 
 class _Architectures(msgspec.Struct, frozen=True):

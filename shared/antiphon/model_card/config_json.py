@@ -51,6 +51,7 @@ MULTIMODAL_ARCHITECTURES = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -65,13 +66,15 @@ TWO_TOWER_ARCHITECTURES = ("CLIPModel", "SiglipModel")
 whose vectors are compared with those of texts."""
 TRANSCRIBING_ARCHITECTURES = ("WhisperForConditionalGeneration",)
 """Architectures that transcribe audio: a text model that attends to what an encoder has made."""
+AUDIO_PROMPT_ARCHITECTURES = ("Qwen2AudioForConditionalGeneration",)
+"""Multimodal architectures that take audio in prompts."""
 TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 """Prefixes of its tensor names, first or after the common prefix."""
 VISION_PREFIXES = (
-    *("vision_tower.", "vision_model.", "visual."),
+    *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "connector.", "image_newline"),
 )
-"""Prefixes of vision tensors."""
+"""Prefixes of tensors of towers for media, and of what is behind them."""
 
 FIELD_ALIASES: Mapping[str, str] = {
     "n_embd": "hidden_size",
@@ -207,6 +210,7 @@ TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "mistral"): _MISTRAL_7B,
+    ("Qwen2AudioForConditionalGeneration", "qwen2"): _QWEN2,
     ("SiglipModel", "siglip_text_model"): {
         "hidden_size": 768,
         "intermediate_size": 3072,
@@ -223,6 +227,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "InternVLForConditionalGeneration": "qwen2",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
     "SiglipModel": "siglip_text_model",
 }
 """By architecture: the type of a text model whose config does not say it."""

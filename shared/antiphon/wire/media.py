@@ -76,6 +76,7 @@ class MediumInput(Value):
         url: As in the HTTP APIs: an http, https, `data:` or file URL.
         detail: As in the HTTP APIs: `low` limits its tokens.
         video: It is a video, and not an image.
+        audio: It is an audio file, and not an image.
     """
 
     data: bytes | None = None
@@ -84,6 +85,7 @@ class MediumInput(Value):
     embedding: EmbeddingForm | None = None
     detail: Detail | None = None
     video: bool = False
+    audio: bool = False
 
 
 class MediumSpan(Value):

@@ -202,6 +202,7 @@ class EncodeReply(Message):
         sees: Whether the model takes images.
         media_width: Width of their embeddings.
         sees_videos: Whether the model takes videos.
+        takes_audio: Whether the model takes audio in prompts.
         transcription: How it transcribes audio; None: it does not.
     """
 
@@ -226,6 +227,7 @@ class EncodeReply(Message):
     sees: bool = False
     media_width: Count = 0
     sees_videos: bool = False
+    takes_audio: bool = False
     transcription: TranscriptionCard | None = None
 
 

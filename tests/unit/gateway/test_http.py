@@ -231,12 +231,18 @@ async def test_max_tokens_may_be_zero(at: House) -> None:
     assert [submit.sampling.max_new_tokens for submit in at.cluster.submits] == [0, 0]
 
 
-async def test_a_model_that_takes_no_images_is_named(at: House) -> None:
-    shown = {"type": "image_url", "image_url": "https://a.example/b.png"}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, shown]}]
-    status, error = await failure(at, CHAT, {"messages": messages})
-    assert (status, error["param"]) == (400, "messages[0].content[1].image_url")
-    assert error["message"] == f"the model {MODEL} takes no images"
+async def test_a_model_that_takes_no_such_media_is_named(at: House) -> None:
+    for kind, value, named in (
+        ("image_url", "https://a.example/b.png", "images"),
+        ("video_url", "https://a.example/b.mp4", "videos"),
+        ("audio_url", "https://a.example/b.wav", "audio"),
+        ("input_audio", {"data": "AAAA", "format": "wav"}, "audio"),
+    ):
+        medium = {"type": kind, kind: value}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, medium]}]
+        status, error = await failure(at, CHAT, {"messages": messages})
+        assert (status, error["param"]) == (400, f"messages[0].content[1].{kind}")
+        assert error["message"] == f"the model {MODEL} takes no {named}"
 
 
 async def test_a_request_whose_media_do_not_come_ends_at_its_deadline(

@@ -227,3 +227,40 @@ def test_media_of_nats_clients_have_one_source() -> None:
         with pytest.raises(InvalidRequest, match="either data, url or claim") as caught:
             nats({"prompt": "<image>", "media": [sources]})
         assert caught.value.param == "media[0]"
+
+
+def audio_part(kind: str, value: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": kind, kind: value}]}]}
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "param"),
+    [
+        (
+            chat,
+            audio_part("input_audio", {"data": "AAAA", "format": "wav"}),
+            "messages[0].content[0].input_audio",
+        ),
+        (chat, audio_part("audio_url", {"url": URL}), "messages[0].content[0].audio_url"),
+        (generate, {"text": "<a>", "audio_data": "AAAA"}, "audio_data"),
+        (generate, {"text": "<a>", "audio_data": [{"url": URL}]}, "audio_data[0]"),
+        (nats, {"prompt": "<a>", "media": [{"url": URL, "audio": True}]}, "media[0]"),
+    ],
+)
+def test_audio_is_a_medium(parse: Parse, body: dict[str, Any], param: str) -> None:
+    (medium,) = parse(body).media
+    assert (medium.sound, medium.video, medium.param) == (True, False, param)
+    assert medium.kind == "audio"
+    assert medium.source in ("AAAA", URL)
+
+
+def test_audio_that_is_not_there_is_refused() -> None:
+    for value in ({}, {"input_audio": {"data": ""}}):
+        part = {"type": "input_audio", **value}
+        with pytest.raises(InvalidRequest, match="requires input_audio") as caught:
+            chat({"messages": [{"role": "user", "content": [part]}]})
+        assert caught.value.param == "messages[0].content[0].input_audio"
+    with pytest.raises(InvalidRequest, match="audio requires url"):
+        generate({"text": "<a>", "audio_data": ""})
+    with pytest.raises(InvalidRequest, match="either a video or audio"):
+        nats({"prompt": "<a>", "media": [{"url": URL, "audio": True, "video": True}]})

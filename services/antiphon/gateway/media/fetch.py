@@ -38,7 +38,10 @@ _NOT_BELOW = "the file is not below the allowed folder"
 _CHUNK_BYTES = 64 * 1024
 _STEP_BYTES = 1024**2
 """Steps in which room is taken for what has no announced length."""
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".m4v")
+_SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".m4v"),
+    *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".webm", ".m4a"),
+)
 """Ends of what is a path without a scheme, as in SGLang."""
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from antiphon.gateway.media.audio_header import read_audio_header
 from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
 from antiphon.gateway.media.room import RequestRoom
@@ -24,7 +25,7 @@ from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
-from antiphon.wire.claim import PixelLimits, PromptClaim, VideoHeader
+from antiphon.wire.claim import AudioWindow, PixelLimits, PromptClaim, VideoHeader
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
@@ -179,8 +180,8 @@ class MediaIntake:
             Overloaded: The media of open requests take too much memory.
         """
         videos = [each for each in sources if each.video]
-        audios = [each for each in sources if each.audio is not None]
-        images = [each for each in sources if not each.video and each.audio is None]
+        audios = [each for each in sources if each.is_audio]
+        images = [each for each in sources if not each.video and not each.is_audio]
         _check_count(images, "images", self._config.images_max)
         _check_count(videos, "videos", self._config.videos_max)
         _check_count(audios, "audio files", self._config.audios_max)
@@ -216,7 +217,7 @@ class MediaIntake:
 
         An image of high detail has the model's maximum, whatever the operator's default.
         """
-        if source.audio is not None:
+        if source.is_audio:
             return None
         if source.video:
             return None if limits == PixelLimits() else limits
@@ -245,6 +246,8 @@ class MediaIntake:
             digest = source.digest or await _sha256(data)
             if source.audio is not None:
                 header = MediumHeader(digest=digest, width=0, height=0, audio=source.audio)
+            elif source.sound:
+                header = await asyncio.to_thread(self._checked_audio, data, digest)
             elif source.video:
                 header = await asyncio.to_thread(self._checked_video, data, digest, fps)
             else:
@@ -299,6 +302,12 @@ class MediaIntake:
         self._check_pixels("image", header.width * header.height, self._encoder.pixels_max)
         return MediumHeader(digest=digest, width=header.width, height=header.height)
 
+    def _checked_audio(self, data: bytes | bytearray, digest: bytes) -> MediumHeader:
+        """Read the header of an audio file, in a thread: it may be that of each frame."""
+        kind, seconds = read_audio_header(data, self._encoder.audio_seconds_max)
+        audio = AudioWindow(format=kind, seconds=seconds)
+        return MediumHeader(digest=digest, width=0, height=0, audio=audio)
+
     def _checked_video(self, data: bytes | bytearray, digest: bytes, fps: float) -> MediumHeader:
         """Read a video's header, in a thread: its index may be long."""
         most = self._encoder
@@ -349,7 +358,7 @@ def _is_local(host: str) -> bool:
 def _identity(source: MediumSource) -> tuple[object, ...]:
     """What sources have in common whose bytes are the same."""
     content = source.digest or source.source
-    return content, source.uuid, source.embedding, source.video, source.audio
+    return content, source.uuid, source.embedding, source.video, source.audio, source.sound
 
 
 async def _sha256(data: bytes | bytearray) -> bytes:

@@ -126,6 +126,8 @@ class NatsGenerationEndpoints:
         try:
             events = await self._open(generation, gen_request)
         except BaseException as error:
+            if isinstance(error, EngineError) and error.param is not None:
+                error.param = gen_request.field(error.param)
             generation.refusal = error if isinstance(error, EngineError) else _LEAVING
             self._drop(generation)
             raise
@@ -383,11 +385,18 @@ def _media(request: GenerateRequest) -> tuple[MediumSource, ...]:
         found = [each for each in sources if each is not None]
         if len(found) != 1:
             raise InvalidRequest.at(at, "must have either data, url or claim")
-        if given.video and given.embedding is not None:
+        if given.video and given.audio:
+            raise InvalidRequest.at(at, "is either a video or audio")
+        if (given.video or given.audio) and given.embedding is not None:
             raise Unsupported.at(f"{at}.embedding", "embeddings are of images")
         media.append(
             MediumSource(
-                found[0], at, detail=given.detail, embedding=given.embedding, video=given.video
+                found[0],
+                at,
+                detail=given.detail,
+                embedding=given.embedding,
+                video=given.video,
+                sound=given.audio,
             )
         )
     return tuple(media)

@@ -81,7 +81,8 @@ class MediumSource(msgspec.Struct, frozen=True):
     """A medium of a request: a URL, base64, bytes or a claim; `param` is the API's name of it.
 
     With a `uuid` it may be sent again by that alone, and then has an empty `source`. With a form of
-    an `embedding` the source is that, and not the image. With `audio` it is that part of a file.
+    an `embedding` the source is that, and not the image. With `audio` it is that part of a file;
+    with `sound` it is audio as a whole, whose header is not read yet.
     `digest` is the SHA-256 of bytes, if it is known; else it is computed.
     """
 
@@ -92,12 +93,17 @@ class MediumSource(msgspec.Struct, frozen=True):
     embedding: EmbeddingForm | None = None
     video: bool = False
     audio: AudioWindow | None = None
+    sound: bool = False
     digest: bytes = b""
+
+    @property
+    def is_audio(self) -> bool:
+        return self.sound or self.audio is not None
 
     @property
     def kind(self) -> str:
         """What it is, for errors."""
-        if self.audio is not None:
+        if self.is_audio:
             return "audio"
         return "embedding" if self.embedding is not None else "video" if self.video else "image"
 

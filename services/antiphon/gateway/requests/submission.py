@@ -476,11 +476,13 @@ class Submission:
             if card.transcription is None:
                 text = f"the model {self.model} does not transcribe audio"
                 raise Unsupported(text, param="model")
-        elif not card.sees:
-            raise Unsupported(f"the model {self.model} takes no images", param=first)
-        video = next((each for each in gen_request.media if each.video), None)
-        if video is not None and not card.sees_videos:
-            raise Unsupported(f"the model {self.model} takes no videos", param=video.param)
+        else:
+            taken = {"image": card.sees, "video": card.sees_videos, "audio": card.takes_audio}
+            for each in gen_request.media:
+                kind = "audio" if each.is_audio else "video" if each.video else "image"
+                if not taken[kind]:
+                    named = kind if kind == "audio" else f"{kind}s"
+                    raise Unsupported(f"the model {self.model} takes no {named}", param=each.param)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.media.open(

@@ -74,6 +74,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
     "Llama4ForCausalLM": LLAMA4,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2AudioForConditionalGeneration": QWEN2,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3ForCausalLM": QWEN3,

@@ -13,7 +13,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.worker import Policy, QueueConfig
-from antiphon.model_card.audio import read_audio
+from antiphon.model_card.audio import read_audio, read_prompt_audio
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
@@ -191,9 +191,11 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         draft_place = draft_files(settings)
         draft = None if draft_place is None else _draft_card(draft_place, settings)
         device = host_device(settings.model.device, len(settings.parallel.local_ranks))
-        vision = read_vision(files.folder) if implementation.value != "transformers" else None
+        splices = implementation.value != "transformers"
+        vision = read_vision(files.folder) if splices else None
+        prompts = read_prompt_audio(files.folder) if splices else None
         audio = read_audio(files.folder)
-        sees_any = vision is not None or audio is not None
+        sees_any = any(each is not None for each in (vision, audio, prompts))
         resolved = resolve(settings, card, device, pooling, implementation, draft, sees=sees_any)
         if settings.cache.hierarchical:
             _check_stored(resolved)
@@ -218,6 +220,8 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     sees = None
     if audio is not None:
         sees = Sees(card.hidden_size, grids=False, span_tokens=None, source=audio.source_tokens)
+    if prompts is not None:
+        sees = Sees(card.hidden_size, grids=False, span_tokens=None)
     if vision is not None:
         width = vision.row_width(card.hidden_size)
         sees = Sees(width, grids=model.spec.position_axes, span_tokens=span_tokens)

@@ -372,7 +372,8 @@ class InfoEndpoints(Endpoints):
             max_model_len=None if card is None else card.context_tokens,
             vocabulary_size=None if card is None else card.vocabulary_size,
             has_image_understanding=card is not None and card.sees,
-            has_audio_understanding=card is not None and card.transcription is not None,
+            has_audio_understanding=card is not None
+            and (card.takes_audio or card.transcription is not None),
         )
 
     def _each(self) -> list[Load]:

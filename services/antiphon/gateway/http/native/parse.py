@@ -15,6 +15,7 @@ from antiphon.gateway.http.core.sampling_fields import (
 )
 from antiphon.gateway.http.native.schema import (
     ANSWER_TOKENS,
+    AudioData,
     GenerateBody,
     ImageData,
     SamplingBody,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.pooling import Prompt
 
 T = TypeVar("T")
-D = TypeVar("D", ImageData, VideoData)
+D = TypeVar("D", ImageData, VideoData, AudioData)
 
 _PREFIX = "sampling_params."
 _PARAMS = f"{_PREFIX}custom_params"
@@ -82,8 +83,9 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         text = "session_id and session_params cannot be combined"
         raise InvalidRequest(text, param="session_id")
     if body.session_params is not None and any(media):
-        field = "image_data" if body.image_data else "video_data"
-        raise Unsupported.at(field, "images and videos cannot be part of a session")
+        given = {"image_data": body.image_data, "video_data": body.video_data}
+        field = next((name for name, each in given.items() if each), "audio_data")
+        raise Unsupported.at(field, "media cannot be part of a session")
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest.at("session_params", "only one prompt is allowed")
     salts = map(
@@ -132,10 +134,14 @@ def _per_prompt(given: T | list[T] | None, default: T, count: int, field: str) -
 
 
 def _media(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[MediumSource, ...]]:
-    """Return the media of each prompt: images, and videos behind them."""
+    """Return the media of each prompt: images, videos behind them, and audio behind these."""
     images = _of_prompts(body.image_data, "image_data", _source, count, batch=batch)
     videos = _of_prompts(body.video_data, "video_data", _video, count, batch=batch)
-    return [of_images + of_videos for of_images, of_videos in zip(images, videos, strict=True)]
+    audios = _of_prompts(body.audio_data, "audio_data", _audio, count, batch=batch)
+    return [
+        of_images + of_videos + of_audios
+        for of_images, of_videos, of_audios in zip(images, videos, audios, strict=True)
+    ]
 
 
 def _of_prompts(
@@ -188,6 +194,13 @@ def _video(video: str | VideoData, path: str) -> MediumSource:
     if not url:
         raise InvalidRequest.at(path, "a video requires url")
     return MediumSource(url, path, video=True)
+
+
+def _audio(audio: str | AudioData, path: str) -> MediumSource:
+    url = audio if isinstance(audio, str) else audio.url
+    if not url:
+        raise InvalidRequest.at(path, "audio requires url")
+    return MediumSource(url, path, sound=True)
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:

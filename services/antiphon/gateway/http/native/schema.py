@@ -61,9 +61,7 @@ class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
 
 
 _MEDIA = UnsupportedField("this model accepts text only", NOTHING)
-_SEEN = UnsupportedField(
-    "of media images and videos are accepted; use mm_processor_kwargs", NOTHING
-)
+_SEEN = UnsupportedField("use mm_processor_kwargs", NOTHING)
 _HASHED = UnsupportedField("images are hashed by the server", NOTHING)
 
 
@@ -87,6 +85,17 @@ class VideoData(msgspec.Struct, frozen=True, kw_only=True):
     """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
 
 
+class AudioData(msgspec.Struct, frozen=True, kw_only=True):
+    """Audio, as SGLang's clients write it beside plain strings."""
+
+    url: str
+    """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
+
+
+Audios = Annotated[list[str | AudioData | None], Meta(max_length=MEDIA_MAX)]
+AudiosOfPrompts = Annotated[
+    list[str | AudioData | Audios | None], Meta(max_length=max(MEDIA_MAX, BATCH_MAX))
+]
 Videos = Annotated[list[str | VideoData | None], Meta(max_length=MEDIA_MAX)]
 VideosOfPrompts = Annotated[
     list[str | VideoData | Videos | None], Meta(max_length=max(MEDIA_MAX, BATCH_MAX))
@@ -119,8 +128,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     or file URL, a path below the allowed folder, base64, or a list of them. For a batch one image
     for all prompts, or one or a list for each."""
     video_data: str | VideoData | VideosOfPrompts | None = None
-    """Videos of the prompt, likewise. Images and videos stand in the order of their placeholders,
-    all images before all videos."""
+    """Videos of the prompt, likewise. Media stand in the order of their placeholders, all images
+    before all videos, and these before audio."""
+    audio_data: str | AudioData | AudiosOfPrompts | None = None
+    """Audio files of the prompt, likewise."""
     mm_processor_kwargs: ImageOptions | None = None
     """Numbers of pixels between which media are scaled, and of frames of videos."""
     sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
@@ -164,7 +175,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     UNSUPPORTED: ClassVar = {
         **COMMON,
         "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
-        **dict.fromkeys(("audio_data", "video_config"), _SEEN),
+        "video_config": _SEEN,
         **dict.fromkeys(("mm_hashes", "mm_content_hashes"), _HASHED),
         "routing_key": UnsupportedField(_PLACED),
         "background": UnsupportedField(

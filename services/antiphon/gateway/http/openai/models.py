@@ -100,6 +100,6 @@ def _modalities(card: EncodeReply) -> tuple[Modality, ...]:
     beside: tuple[tuple[Modality, bool], ...] = (
         ("image", card.sees),
         ("video", card.sees_videos),
-        ("audio", card.transcription is not None),
+        ("audio", card.takes_audio or card.transcription is not None),
     )
     return ("text", *(name for name, taken in beside if taken))

@@ -120,7 +120,7 @@ class CompletionFields(OpenAiFields):
     """Request id, unique among running requests."""
 
 
-_SHOWN = ("image_url", "image_embeds", "video_url")
+_SHOWN = ("image_url", "image_embeds", "video_url", "input_audio", "audio_url")
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
@@ -141,18 +141,35 @@ class VideoUrl(msgspec.Struct, frozen=True):
     url: str
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message: `text`, `image_url`, `video_url`, or what an assistant wrote.
+class InputAudio(msgspec.Struct, frozen=True):
+    """An audio file, in base64."""
 
-    That is `thinking`, or a `refusal`. An image or a video that was sent with a `uuid` may be sent
-    again by that alone, for some time. A part of type `image_embeds` has the embedding of an image
-    in its place.
+    data: str
+    format: str = ""
+    """Accepted and not needed: the format is read from the file, which may be WAV, FLAC, MP3, Ogg,
+    WebM or MP4."""
+
+
+class AudioUrl(msgspec.Struct, frozen=True):
+    """An audio file: an http, https, `data:` or file URL."""
+
+    url: str
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message: `text`, a medium, or what an assistant wrote.
+
+    Media are `image_url`, `video_url`, `input_audio` and `audio_url`. What an assistant wrote is
+    `thinking`, or a `refusal`. A medium that was sent with a `uuid` may be sent again by that
+    alone, for some time. A part of type `image_embeds` has the embedding of an image in its place.
     """
 
     type: str
     image_url: ImageUrl | str | None = None
     image_embeds: ImageEmbeds | None = None
     video_url: VideoUrl | str | None = None
+    input_audio: InputAudio | None = None
+    audio_url: AudioUrl | str | None = None
     uuid: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     text: str | None = None
     thinking: str | None = None
@@ -301,7 +318,7 @@ def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:
 
 
 def images(turns: Sequence[ChatMessageParam]) -> tuple[MediumSource, ...]:
-    """The images of all messages, in order."""
+    """The media of all messages, in order."""
     return tuple(
         image for index, turn in enumerate(turns) for image in _images(turn, f"messages[{index}]")
     )
@@ -318,14 +335,28 @@ def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
 def _medium(part: ContentPart, at: str) -> MediumSource:
     if part.image_embeds is not None and part.type == "image_embeds":
         return part.image_embeds.source(f"{at}.image_embeds")
-    param, video = f"{at}.{part.type}", part.type == "video_url"
-    detail = None if video else _detail(part)
-    return MediumSource(_url(part), param, part.uuid, detail, video=video)
+    param = f"{at}.{part.type}"
+    match part.type:
+        case "video_url":
+            return MediumSource(_url(part), param, part.uuid, video=True)
+        case "input_audio" | "audio_url":
+            return MediumSource(_url(part), param, part.uuid, sound=True)
+        case _:
+            return MediumSource(_url(part), param, part.uuid, _detail(part))
 
 
 def _url(part: ContentPart) -> str:
-    medium = part.video_url if part.type == "video_url" else part.image_url
-    return medium.url if isinstance(medium, ImageUrl | VideoUrl) else medium or ""
+    """The URL of a medium, or its base64; empty if the part has none."""
+    match part.type:
+        case "input_audio":
+            return "" if part.input_audio is None else part.input_audio.data
+        case "audio_url":
+            medium = part.audio_url
+        case "video_url":
+            medium = part.video_url
+        case _:
+            medium = part.image_url
+    return medium or "" if isinstance(medium, str | None) else medium.url
 
 
 def _detail(part: ContentPart) -> Detail | None:
@@ -365,7 +396,7 @@ def _parts(turn: ChatMessageParam, at: str, images_before: int) -> tuple[Message
     if turn.role not in ("user", "tool"):
         i = next(i for i, part in enumerate(turn.content) if part.type in _SHOWN)
         raise Unsupported(
-            f"images are supported in messages of the roles user and tool, not {turn.role}",
+            f"media are supported in messages of the roles user and tool, not {turn.role}",
             param=f"{at}.content[{i}]",
         )
     parts: list[MessagePart] = []
