@@ -109,7 +109,7 @@ class Preprocessor:
                 "its header",
                 param="image",
             )
-        frames = [np.asarray(frame, dtype=np.uint8) for frame in self._fit(image, limits)]
+        frames = [np.asarray(frame, dtype=np.uint8) for frame in self.fitted(image, limits)]
         return DecodedImage(np.stack(frames), image.width, image.height)
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -152,7 +152,7 @@ class Preprocessor:
                 details={"pixels": str(pixels), "pixels_max": str(self._pixels_max)},
             )
 
-    def _fit(self, image: Image.Image, limits: PixelLimits | None) -> list[Image.Image]:
+    def fitted(self, image: Image.Image, limits: PixelLimits | None = None) -> list[Image.Image]:
         """Resize an image to the frames that the tower takes."""
         recipe = self._recipe.within(limits)
         size, short, filter_ = recipe.size, recipe.short_edge, recipe.resample
@@ -259,9 +259,9 @@ class PreprocessorConfig:
         """
         if limits is None:
             return self
-        if self.tiling is not None:
-            return replace(self, tiling=self.tiling.within(limits))
         sampling = None if self.sampling is None else self.sampling.within(limits)
+        if self.tiling is not None:
+            return replace(self, tiling=self.tiling.within(limits), sampling=sampling)
         if self.grid is not None:
             return replace(self, grid=self.grid.within(limits), sampling=sampling)
         check_unscaled(limits)

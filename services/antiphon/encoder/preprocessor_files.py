@@ -25,6 +25,7 @@ from antiphon.model_card.vision import (
     has_rows,
     read_frame_sampling,
     read_rows,
+    read_smol_videos,
 )
 
 if TYPE_CHECKING:
@@ -61,11 +62,22 @@ def read_frame_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig
     Raises:
         ConfigError: The file is malformed, or its image size does not match the tower.
     """
-    if read_json(folder / "config.json", ModelKind).model_type not in FRAME_SAMPLINGS:
+    found, smol = video_processor_file(folder), read_smol_videos(folder)
+    kind = read_json(folder / "config.json", ModelKind).model_type
+    if smol is None and kind not in FRAME_SAMPLINGS:
         return None
-    found = video_processor_file(folder)
     card = found.read(_PreprocessorFile)
-    if not card.do_resize or _short_edge(found.file, card, spec) is not None:
+    if not card.do_resize:
+        raise ConfigError(f"{found.file}: do_resize = false: the tower takes frames of one size")
+    if smol is not None:
+        tiling, sampling = smol
+        if tiling.tile != spec.image_size:
+            raise ConfigError(
+                f"{found.file}: makes frames of {tiling.tile} pixels; the tower takes "
+                f"{spec.image_size}"
+            )
+        return replace(_of_squares(card, spec, tiling=tiling), sampling=sampling)
+    if _short_edge(found.file, card, spec) is not None:
         raise ConfigError(f"{found.file}: frames of videos must be scaled to a square")
     return replace(_of_squares(card, spec), sampling=read_frame_sampling(folder))
 

@@ -121,12 +121,19 @@ class VideoPreprocessor:
                     f"a frame has {frame.width} x {frame.height} pixels, and {width} x {height} by "
                     "the header of its video"
                 )
-            pixels[made] = np.asarray(frame.resize(size, self.recipe.resample))
+            pixels[made] = np.asarray(self._scaled(frame, size))
             made += 1
         if made < len(indices):
             raise InvalidRequest("the video has fewer frames than its header says")
         pixels[made:] = pixels[made - 1]
         return DecodedImage(pixels, width, height, video=True)
+
+    def _scaled(self, frame: Image.Image, size: tuple[int, int]) -> Image.Image:
+        """A frame of this size; some models scale it in its own shape first."""
+        if self.recipe.tiling is None:
+            return frame.resize(size, self.recipe.resample)
+        (scaled,) = self._images.fitted(frame)
+        return scaled
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, H, W, 3)  ->  (F, 3, H, W)."""

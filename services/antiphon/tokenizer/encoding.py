@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
 
+from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.images import ComparedImages, Pieces
 from antiphon.tokenizer.template import MediumMarker
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -376,7 +377,8 @@ class TextEncoder:
         videos = self.vocabulary.videos
         if medium.video is None or videos is None:
             return MediumMarker("image", self.vocabulary.image_marker)
-        return MediumMarker("video", videos.markers[0])
+        known = not isinstance(videos, FrameVideos) or videos.in_templates
+        return MediumMarker("video" if known else "text", videos.markers[0])
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
         template = self.vocabulary.completion

@@ -119,7 +119,10 @@ class ChatTemplate:
 
 
 class MediumMarker(NamedTuple):
-    """What templates call a medium (`image`, `video`, `audio`), and its marker in plain text."""
+    """What templates call a medium (`image`, `video`, `audio`), and its marker in plain text.
+
+    One of the kind `text` is unknown to templates: they write the marker as any text.
+    """
 
     kind: str
     text: str
@@ -210,7 +213,9 @@ def _turns(
 def _part(part: MessagePart, markers: Sequence[MediumMarker]) -> dict[str, object]:
     if part.text is not None:
         return {"type": "text", "text": part.text}
-    kind = _marker(part, markers).kind
+    kind, text = _marker(part, markers)
+    if kind == "text":
+        return {"type": kind, "text": text}
     # Of audio, some templates look for the field, and not at the type.
     return {"type": kind, kind: ""} if kind == "audio" else {"type": kind}
 

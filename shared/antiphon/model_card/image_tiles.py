@@ -86,6 +86,7 @@ class TiledImages(VisionBase, frozen=True, kw_only=True):
 
     tiling: Tiling
     tile_tokens: int
+    videos: FrameVideos | None = None
 
     def within(self, limits: PixelLimits) -> Self:
         return _cut_within(self, limits)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from antiphon.wire.claim import PixelLimits, VideoHeader
 
+SKIPPED_S = 1.0
+"""What SmolVLM does not see at each end of a long video."""
 PAIR = 2
 """Frames of a patch: its depth in all of these models."""
 
@@ -176,7 +178,35 @@ class EvenSampling(_Sampling, frozen=True, kw_only=True, tag=True):
         return [_truncated(first + index * part) for index in range(count)]
 
 
-Sampling = FrameSampling | SecondSampling | EvenSampling
+class SkippingSampling(_Sampling, frozen=True, kw_only=True, tag=True):
+    """How SmolVLM chooses frames: so many a second, from the first to the last.
+
+    Of a long video without what is at its ends: a second of each.
+
+    Attributes:
+        fps: Frames a second that are seen.
+        most: Of any.
+    """
+
+    fps: float = 1.0
+    most: Size = 64
+
+    def spread(self, video: VideoHeader) -> list[int]:
+        total, seconds = video.frames, video.frames / video.fps
+        count = max(1, min(round(self.fps * seconds), self.most))
+        first, last = 0, total - 1
+        if seconds - 2 * SKIPPED_S > self.most * self.fps:
+            skipped = int(SKIPPED_S * video.fps), int(total - SKIPPED_S * video.fps)
+            if skipped[0] < min(skipped[1], last):
+                first, last = skipped[0], min(skipped[1], last)
+        if count == 1:
+            return [first]
+        between = (last - first) / (count - 1)
+        places = [math.floor(index * between + first) for index in range(count - 1)]
+        return sorted({*places, last})
+
+
+Sampling = FrameSampling | SecondSampling | EvenSampling | SkippingSampling
 
 
 def _truncated(place: float) -> int:

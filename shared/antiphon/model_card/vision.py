@@ -7,14 +7,14 @@ come to the same number of rows; without torch.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from msgspec import field
+from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.frame_videos import FrameVideos
+from antiphon.model_card.frame_videos import WORDS_MAX, FrameVideos
 from antiphon.model_card.grid_files import GRIDS, read_grid
 from antiphon.model_card.image_grids import GridImages, GridVideos, RowImages, RowSizes
 from antiphon.model_card.image_tiles import (
@@ -33,7 +33,7 @@ from antiphon.model_card.processor_files import (
     image_processor_file,
     video_processor_file,
 )
-from antiphon.model_card.videos import EvenSampling
+from antiphon.model_card.videos import EvenSampling, SkippingSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,8 @@ VideosCard = GridVideos | FrameVideos
 
 def videos_of(card: VisionCard | None) -> VideosCard | None:
     """How a model takes videos; None if it takes none."""
-    return card.videos if isinstance(card, GridImages | StackedTiles | PaddedTiles) else None
+    takes = isinstance(card, GridImages | TiledImages | StackedTiles | PaddedTiles)
+    return card.videos if takes else None
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
@@ -163,6 +164,42 @@ class _Idefics(msgspec.Struct, frozen=True):
     image_token_id: int = 128257
     scale_factor: Size = 2
     vision_config: _IdeficsTower = field(default_factory=_IdeficsTower)
+
+
+class _VideoSampling(msgspec.Struct, frozen=True):
+    fps: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    max_frames: Annotated[int, Meta(ge=1, le=WORDS_MAX)] = 64
+    video_size: _LongestEdge = field(default_factory=lambda: _LongestEdge(4 * 364))
+
+
+class _SmolVideoFile(msgspec.Struct, frozen=True):
+    """SmolVLM's settings of videos, which are beside those of its images.
+
+    The size of images, if it is there, wins over that of videos, as in transformers.
+    """
+
+    size: _LongestEdge | None = None
+    max_image_size: _LongestEdge = field(default_factory=lambda: _LongestEdge(364))
+    video_sampling: _VideoSampling | None = None
+
+
+def read_smol_videos(folder: Path) -> tuple[Tiling, SkippingSampling] | None:
+    """Read how a SmolVLM model scales frames, and which ones it sees; None: it takes no videos.
+
+    Raises:
+        ConfigError: The file is malformed.
+    """
+    if read_json(folder / "config.json", ModelKind).model_type != "smolvlm":
+        return None
+    read = video_processor_file(folder).read(_SmolVideoFile)
+    if (sampling := read.video_sampling) is None:
+        return None
+    tiling = Tiling(
+        longest_edge=(read.size or sampling.video_size).longest_edge,
+        tile=read.max_image_size.longest_edge,
+        splits=False,
+    )
+    return tiling, SkippingSampling(fps=sampling.fps, most=sampling.max_frames)
 
 
 class _Longest(msgspec.Struct, frozen=True):
@@ -363,10 +400,26 @@ def _read_llava(folder: Path) -> SquareImages:
 def _read_idefics(folder: Path) -> TiledImages:
     config = read_json(folder / "config.json", _Idefics)
     tower = config.vision_config
+    tokens, videos = (tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2, None
+    if (seen := read_smol_videos(folder)) is not None:
+        mark = "<fake_token_around_image>"
+        videos = FrameVideos(
+            placeholder=config.image_token_id,
+            markers=("<video>",),
+            in_templates=False,
+            sampling=seen[1],
+            frame_tokens=tokens,
+            intro="You are provided the following series of {} frames from a {} [H:MM:SS] video.\n",
+            before=f"\nFrame from {{1}}:{mark}<global-img>",
+            after=mark,
+            end="\n\n",
+            processing=_video_processing(folder, config),
+        )
     return TiledImages(
         placeholder=config.image_token_id,
         tiling=read_tiling(folder),
-        tile_tokens=(tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2,
+        tile_tokens=tokens,
+        videos=videos,
         processing=_processing(folder, config),
     )
 
