@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.gemma_vision import write_gemma_vision
 from tests.support.internvl import write_internvl
+from tests.support.llama4 import write_llama4
 from tests.support.llava import TEXT, picture, write_llava
 from tests.support.llava_next import write_llava_next, write_llava_onevision
 from tests.support.pixtral import write_mistral3, write_pixtral
@@ -53,9 +54,10 @@ FAMILIES = {
     "qwen3-vl": write_qwen3_vl,
     "qwen3.5": write_qwen35,
     "glm4v": write_glm4v,
+    "llama4": write_llama4,
 }
 GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
-MARKED = ("smolvlm", "pixtral", "mistral3")
+MARKED = ("smolvlm", "llama4", "pixtral", "mistral3")
 """Those with tokens of text among the placeholders of an image."""
 WIDTH, HEIGHT = 200, 60
 

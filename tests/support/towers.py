@@ -87,6 +87,7 @@ def check_every_tensor(
 
 def _own(name: str) -> str:
     """What a tensor is called where it is read."""
+    name = name.removeprefix("model.")
     for part in ("visual.", "vision_tower.", "vision_model."):
         name = name.rpartition(part)[2]
-    return name.removeprefix("model.")
+    return name

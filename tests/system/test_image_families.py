@@ -12,6 +12,7 @@ import transformers
 from openai import AsyncOpenAI
 from tests.support.gemma_vision import write_gemma_vision
 from tests.support.internvl import write_internvl
+from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
 from tests.support.pixtral import batched, write_mistral3
@@ -110,6 +111,12 @@ FAMILIES = {
         frames,
         ("--batching-chunk-tokens", "24"),
     ),
+    "llama4": Family(
+        write_llama4,
+        transformers.Llama4ForConditionalGeneration,
+        frames,
+        ("--batching-chunk-tokens", "24"),
+    ),
     "llava-next": Family(
         write_llava_next,
         transformers.LlavaNextForConditionalGeneration,
@@ -131,9 +138,9 @@ FAMILIES = {
         mutant=frames,
     ),
 }
-LONG = ("internvl", "llava-next", "mistral3")
+LONG = ("internvl", "llama4", "llava-next", "mistral3")
 """Those whose tiles and rows other tests compare, below the services that are the same for all."""
-CUT = ("smolvlm", "internvl", "llava-next")
+CUT = ("smolvlm", "internvl", "llama4", "llava-next")
 """Those that cut images to tiles: of low detail they are one."""
 
 

@@ -26,8 +26,10 @@ from antiphon.model_card.vision import (
     GEMMA3,
     IDEFICS,
     INTERN,
+    LLAMA4,
     SIGLIP,
     read_anyres,
+    read_llama4_tower,
     shuffle_factor,
 )
 
@@ -81,6 +83,8 @@ def read_connector(
         return _read_attention_pool(folder, spec, dtype)
     if kind == INTERN:
         return _read_shuffled_projector(folder, spec, dtype)
+    if kind == LLAMA4:
+        return _read_adapter(folder, spec, dtype)
     features = read_features(folder)
     return None if features is None else read_projector(folder, spec, features, dtype)
 
@@ -324,6 +328,49 @@ def _read_shuffled_projector(
             checkpoint.linear(checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)),
             factor=factor,
             drops_first=True,
+        )
+
+
+class ShuffledAdapter:
+    """Llama 4's connector: squares of patches, an adapter of two linears, and a projector.
+
+    The class token, which is last, is left out.
+    """
+
+    def __init__(self, first: Linear, second: Linear, projector: Linear, *, factor: int) -> None:
+        self._first, self._second, self._projector = first, second, projector
+        self._factor = factor
+
+    @property
+    def hidden(self) -> int:
+        return self._projector.outputs
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Connect: (F, T, C)  ->  (F, rows of a frame, hidden)."""
+        wide = F.gelu(self._first(shuffled(x[:, :-1], self._factor)))
+        return self._projector(F.gelu(self._second(wide)))
+
+
+def _read_adapter(folder: Path, spec: VisionTowerSpec, dtype: Dtype) -> ShuffledAdapter:
+    file, files = folder / "config.json", weight_files(folder)
+    factor = read_llama4_tower(file).factor(file)
+    first, second, last = (
+        *(f"vision_adapter.mlp.{name}.weight" for name in ("fc1", "fc2")),
+        f"{PROJECTOR}linear_1.weight",
+    )
+    with ExitStack() as open_files:
+        tower = TensorFiles(files, open_files, last=first, dtype=dtype)
+        behind = TensorFiles(files, open_files, last=last, dtype=dtype)
+        wide, width = tower.length(first), tower.length(second)
+        in_first = tower.read(first, wide, spec.hidden * factor**2)
+        in_second = tower.read(second, width, wide)
+        projector = behind.read(last, behind.length(last), width)
+        return ShuffledAdapter(
+            tower.linear(Affine(in_first, None)),
+            tower.linear(Affine(in_second, None)),
+            behind.linear(Affine(projector, None)),
+            factor=factor,
         )
 
 

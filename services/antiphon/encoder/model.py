@@ -1,9 +1,10 @@
-"""The vision transformers of CLIP, SigLIP and InternVL.
+"""The vision transformers of CLIP, SigLIP, InternVL and Llama 4.
 
-Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
+Axes: B images, T tokens (patches, and a class token), C hidden, N heads, D of each head.
 
 Source: Dosovitskiy et al. 2020, arXiv:2010.11929; Radford et al. 2021, arXiv:2103.00020 (CLIP);
-Zhai et al. 2023, arXiv:2303.15343 (SigLIP); Chen et al. 2023, arXiv:2312.14238 (InternVL).
+Zhai et al. 2023, arXiv:2303.15343 (SigLIP); Chen et al. 2023, arXiv:2312.14238 (InternVL);
+Agrawal et al. 2024, arXiv:2410.07073 (rotation by column and row).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class TowerNames:
 
     patch: str = "embeddings.patch_embedding"
     positions: str = "embeddings.position_embedding.weight"
-    leading: str = "embeddings.class_embedding"
+    class_embedding: str = "embeddings.class_embedding"
+    norm_before: str = "pre_layrnorm"  # the misspelling is in every CLIP checkpoint
     norm_after: str = "post_layernorm"
     layer: str = "encoder.layers.{}"
     attention: str = "self_attn"
@@ -74,13 +76,24 @@ NAMES = {
     VisionFamily.INTERN: TowerNames(
         patch="embeddings.patch_embeddings.projection",
         positions="embeddings.position_embeddings",
-        leading="embeddings.cls_token",
+        class_embedding="embeddings.cls_token",
         norm_after="layernorm",
         layer="encoder.layer.{}",
         attention="attention",
         out="projection_layer",
         norm1="layernorm_before",
         norm2="layernorm_after",
+    ),
+    VisionFamily.LLAMA4: TowerNames(
+        patch="patch_embedding.linear",
+        positions="positional_embedding_vlm",
+        class_embedding="class_embedding",
+        norm_before="layernorm_pre",
+        norm_after="layernorm_post",
+        layer="model.layers.{}",
+        out="o_proj",
+        norm1="input_layernorm",
+        norm2="post_attention_layernorm",
     ),
 }
 
@@ -93,9 +106,9 @@ class VisionTowerWeights:
         patch: (C, 3 * patch * patch), without a bias in CLIP.
         positions: (T, C).
         class_token: (C,), not of SigLIP.
-        norm_before: Before the first layer, CLIP only.
+        norm_before: Before the first layer, of CLIP and Llama 4.
         layers: Those that are computed: the last ones may be left out.
-        norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
+        norm_after: After the last layer; CLIP applies it only to its pooled output.
     """
 
     patch: Linear
@@ -120,6 +133,7 @@ class VisionTower:
                 activation=ACTIVATIONS[spec.activation],
                 eps=spec.norm_eps,
             )
+        self._angles = None if spec.rope_base is None else _angles(spec, spec.rope_base)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -127,13 +141,17 @@ class VisionTower:
         weights = self._weights
         x = weights.patch(self._patches(pixels))  # (B, patches, C)
         if weights.class_token is not None:
-            x = torch.cat((weights.class_token.expand(len(x), 1, -1), x), dim=1)  # (B, T, C)
+            token = weights.class_token.expand(len(x), 1, -1)
+            x = torch.cat((x, token) if self.spec.class_last else (token, x), dim=1)  # (B, T, C)
         x = x + weights.positions
         if weights.norm_before is not None:
             x = self._norm(x, weights.norm_before)
         if self._layers is not None:
             rows = [self.spec.tokens] * len(x)
-            x = self._layers(x.flatten(0, 1), (rows,)).last.view(x.shape)
+            turns = None
+            if self._angles is not None:
+                turns = self._angles[0].repeat(len(x), 1, 1), self._angles[1].repeat(len(x), 1, 1)
+            x = self._layers(x.flatten(0, 1), (rows,), turns).last.view(x.shape)
         return x if weights.norm_after is None else self._norm(x, weights.norm_after)
 
     def _patches(self, pixels: Tensor) -> Tensor:
@@ -148,6 +166,21 @@ class VisionTower:
         if norm.bias is None:
             return F.rms_norm(x, (self.spec.hidden,), norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
+
+
+def _angles(spec: VisionTowerSpec, base: float) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of each token, (T, 1, D): half of the pairs by column, half by row.
+
+    The class token is last, and is not rotated.
+    """
+    side, size = spec.image_size // spec.patch_size, spec.hidden // spec.heads // 2
+    frequencies = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    patches = torch.arange(side**2)
+    places = torch.stack((patches % side, patches // side), dim=1) + 1  # (patches, 2)
+    angles = (places[..., None] * frequencies).flatten(1)  # (patches, D / 2)
+    angles = torch.cat((angles, torch.zeros(1, size)))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
 def read_weights(
@@ -170,19 +203,21 @@ def _read(checkpoint: TensorFiles, spec: VisionTowerSpec) -> VisionTowerWeights:
     take, affine = checkpoint.read, checkpoint.affine
     leading = (1,) if spec.family is VisionFamily.INTERN else ()
     positions = take(names.positions, *leading, spec.tokens, hidden).view(spec.tokens, hidden)
+    of_patch = (3 * patch * patch,) if spec.flat_patches else (3, patch, patch)
     return VisionTowerWeights(
         patch=checkpoint.linear(
             Affine(
-                take(f"{names.patch}.weight", hidden, 3, patch, patch).flatten(1),
+                take(f"{names.patch}.weight", hidden, *of_patch).flatten(1),
                 take(f"{names.patch}.bias", hidden) if spec.patch_bias else None,
             )
         ),
         class_token=(
-            take(names.leading, *leading, *leading, hidden).flatten() if spec.has_class else None
+            take(names.class_embedding, *leading, *leading, hidden).flatten()
+            if spec.has_class
+            else None
         ),
         positions=_positions(positions, spec),
-        # The misspelling is in every CLIP checkpoint.
-        norm_before=affine("pre_layrnorm", hidden) if spec.norm_before else None,
+        norm_before=affine(names.norm_before, hidden) if spec.norm_before else None,
         layers=tuple(_layer(checkpoint, names, i, spec) for i in range(spec.computed)),
         norm_after=affine(names.norm_after, hidden) if spec.norm_after else None,
     )
@@ -219,6 +254,8 @@ def _layer(
     q, k, v = (
         affine(f"{attention}.{part}_proj", hidden, hidden, bias=spec.qkv_bias) for part in "qkv"
     )
+    if spec.rope_base is not None:
+        q, k = _by_halves(q, spec.heads), _by_halves(k, spec.heads)
     return TowerLayer(
         norm1=affine(f"{name}.{names.norm1}", hidden, bias=not spec.rms),
         qkv=linear(q, k, v),
@@ -229,6 +266,15 @@ def _layer(
         q_norm=take(f"{attention}.q_norm.weight", hidden) if spec.qk_norm else None,
         k_norm=take(f"{attention}.k_norm.weight", hidden) if spec.qk_norm else None,
     )
+
+
+def _by_halves(linear: Affine, heads: int) -> Affine:
+    """Outputs whose pairs to rotate are neighbours, so that they are half a head apart."""
+
+    def ordered(x: Tensor) -> Tensor:
+        return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+    return Affine(ordered(linear.weight), None if linear.bias is None else ordered(linear.bias))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from antiphon.model_card.image_grids import (
     GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
     RowSizes,  # noqa: TC001  # likewise
 )
-from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
+from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.images import check_unscaled
 from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
@@ -75,8 +75,8 @@ class Preprocessor:
     def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
         self._recipe = recipe
         self._pixels_max = pixels_max
-        self._mean = np.array(recipe.mean, dtype=np.float32)
-        self._std = np.array(recipe.std, dtype=np.float32)
+        self._mean = self._rounded(np.array(recipe.mean, dtype=np.float32))
+        self._std = self._rounded(np.array(recipe.std, dtype=np.float32))
 
     def __call__(self, data: bytes | bytearray) -> NDArray[np.float32]:
         """Return the frames of an image as (F, 3, size, size), in RGB order.
@@ -114,8 +114,12 @@ class Preprocessor:
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
-        values = pixels.astype(np.float32) * np.float32(self._recipe.scale)
-        return np.ascontiguousarray(((values - self._mean) / self._std).transpose(0, 3, 1, 2))
+        values = self._rounded(pixels.astype(np.float32) * np.float32(self._recipe.scale))
+        values = self._rounded(self._rounded(values - self._mean) / self._std)
+        return np.ascontiguousarray(values.transpose(0, 3, 1, 2))
+
+    def _rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return _bfloat16(values) if self._recipe.bfloat16 else values
 
     @property
     def recipe(self) -> PreprocessorConfig:
@@ -163,6 +167,8 @@ class Preprocessor:
                 return _stacked(image, tiling, filter_)
             case AnyresTiling() as tiling:
                 return _padded(image, tiling, filter_)
+            case CanvasTiling() as tiling:
+                return _on_canvas(image, tiling, filter_)
             case None:
                 pass
         if recipe.grid is not None:
@@ -211,9 +217,24 @@ def _padded(image: Image.Image, tiling: AnyresTiling, filter_: int) -> list[Imag
     return [whole, *_cut(canvas, *tiling.grid(*image.size), edge)]
 
 
+def _on_canvas(image: Image.Image, tiling: CanvasTiling, filter_: int) -> list[Image.Image]:
+    """Scale an image to tiles, in its shape, on black, row by row, and to one if there are more."""
+    edge, (columns, rows) = tiling.tile, tiling.grid(*image.size)
+    canvas = Image.new("RGB", (columns * edge, rows * edge))
+    canvas.paste(image.resize(tiling.scaled(*image.size), filter_))
+    tiles = _cut(canvas, columns, rows, edge)
+    return tiles if len(tiles) == 1 else [*tiles, image.resize((edge, edge), filter_)]
+
+
 def _cut(image: Image.Image, columns: int, rows: int, edge: int) -> list[Image.Image]:
     corners = [(edge * x, edge * y) for y in range(rows) for x in range(columns)]
     return [image.crop((x, y, x + edge, y + edge)) for x, y in corners]
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round to the nearest numbers of bfloat16, of two the even one."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _opaque(image: Image.Image) -> Image.Image:
@@ -239,6 +260,7 @@ class PreprocessorConfig:
         tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
         grid: Set: scale the image to whole tokens of `size`, and keep its shape.
         sampling: Set: these are the steps of videos, whose frames are chosen so.
+        bfloat16: Whether the results of scaling, subtracting and dividing are rounded to bfloat16.
     """
 
     size: int
@@ -247,9 +269,10 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
-    tiling: Tiling | AspectTiling | AnyresTiling | None = None
+    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | None = None
     grid: GridSizes | RowSizes | None = None
     sampling: Sampling | None = None
+    bfloat16: bool = False
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
         """These steps for an image whose request has limits.

@@ -13,7 +13,7 @@ from antiphon.encoder.preprocess import Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.grid_files import GRIDS, read_grid_file, read_video_file
-from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
+from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.processor_files import (
     ModelKind,
     PixelFields,
@@ -50,7 +50,8 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         raise ConfigError(
             f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"
         )
-    short = None if isinstance(tiling, Tiling | AspectTiling) else _short_edge(file, card, spec)
+    cut = isinstance(tiling, Tiling | AspectTiling | CanvasTiling)
+    short = None if cut else _short_edge(file, card, spec)
     if isinstance(tiling, AnyresTiling) and short not in (None, spec.image_size):
         raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size}")
     return _of_squares(card, spec, short_edge=short, tiling=tiling)
@@ -87,7 +88,7 @@ def _of_squares(
     spec: VisionTowerSpec,
     *,
     short_edge: int | None = None,
-    tiling: Tiling | AspectTiling | AnyresTiling | None = None,
+    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | None = None,
 ) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=spec.image_size,
@@ -97,6 +98,7 @@ def _of_squares(
         scale=card.rescale_factor if card.do_rescale else 1.0,
         mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
         std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),
+        bfloat16=spec.bfloat16 and card.do_rescale and card.do_normalize,
     )
 
 

@@ -17,18 +17,20 @@ from antiphon.model_card.vision import (
     GEMMA3,
     IDEFICS,
     INTERN,
+    LLAMA4,
     FeatureFields,
     SquareTower,
     read_anyres,
     read_anyres_fields,
     read_aspect_tiling,
+    read_canvas_tiling,
     read_tiling,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
+    from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 
 Size = Annotated[int, Meta(ge=1)]
 
@@ -37,13 +39,16 @@ class VisionFamily(StrEnum):
     CLIP = "clip"
     SIGLIP = "siglip"
     INTERN = "internvl"
+    LLAMA4 = "llama4"
 
 
 class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a tower, as in config.json. Missing fields have CLIP's defaults.
 
-    `mean`, `std`, `filter` and `crops` (to a square) are the family's defaults for preprocessing.
-    `read_tiling` reads how images are cut to many frames.
+    `mean`, `std`, `filter` and `crops` (to a square) are the family's defaults for preprocessing,
+    whose results are rounded with `bfloat16`. `read_tiling` reads how images are cut to many
+    frames. The class token is in front of the patches, or with `class_last` behind them; the
+    weight of patches is that of a convolution, or with `flat_patches` a matrix.
     """
 
     family: ClassVar = VisionFamily.CLIP
@@ -51,8 +56,11 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     std: ClassVar[Channels] = (0.26862954, 0.26130258, 0.27577711)
     crops: ClassVar = True
     has_class: ClassVar = True
+    class_last: ClassVar = False
     patch_bias: ClassVar = False
+    flat_patches: ClassVar = False
     norm_before: ClassVar = True
+    bfloat16: ClassVar = False
     scales: ClassVar = False
     by_place: ClassVar = False
     filter: ClassVar = BICUBIC
@@ -100,15 +108,20 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the layers have RMS norms, without a bias."""
         return False
 
+    @property
+    def rope_base(self) -> float | None:
+        """Base of the angles by which heads are rotated, by column and row; None: they are not."""
+        return None
+
     @staticmethod
-    def read_tiling(folder: Path) -> Tiling | AspectTiling | AnyresTiling | None:
+    def read_tiling(folder: Path) -> Tiling | AspectTiling | AnyresTiling | CanvasTiling | None:
         """Read how images are cut to many frames; None: they are not."""
         del folder
         return None
 
     @property
     def tokens(self) -> int:
-        """Rows of the embedding: the complete patches, preceded by the class token for CLIP."""
+        """Rows of the embedding: the complete patches, and the class token, if there is one."""
         return (self.image_size // self.patch_size) ** 2 + self.has_class
 
 
@@ -212,6 +225,45 @@ class InternSpec(VisionTowerSpec, frozen=True, kw_only=True):
         return read_aspect_tiling(folder)
 
 
+class _TowerRope(msgspec.Struct, frozen=True):
+    rope_theta: Annotated[float, Meta(gt=0)] = 10_000.0
+
+
+class Llama4Spec(VisionTowerSpec, frozen=True, kw_only=True):
+    """Llama 4's tower: CLIP's, whose heads are rotated as in Pixtral, with the class token last."""
+
+    family: ClassVar = VisionFamily.LLAMA4
+    mean: ClassVar[Channels] = (0.5, 0.5, 0.5)
+    std: ClassVar[Channels] = (0.5, 0.5, 0.5)
+    crops: ClassVar = False
+    class_last: ClassVar = True
+    flat_patches: ClassVar = True
+    bfloat16: ClassVar = True
+    filter: ClassVar = BILINEAR
+    intermediate: Size = field(name="intermediate_size", default=5632)
+    layers: Size = field(name="num_hidden_layers", default=34)
+    heads: Size = field(name="num_attention_heads", default=16)
+    image_size: Size = 448
+    patch_size: Size = 14
+    activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU)
+    rope_theta: Annotated[float, Meta(gt=0)] = 10_000.0
+    rope_parameters: _TowerRope | None = None
+
+    @property
+    def norm_after(self) -> bool:
+        return True
+
+    @property
+    def rope_base(self) -> float:
+        if self.rope_parameters is None:
+            return self.rope_theta
+        return self.rope_parameters.rope_theta
+
+    @staticmethod
+    def read_tiling(folder: Path) -> CanvasTiling:
+        return read_canvas_tiling(folder)
+
+
 def read_spec(folder: Path) -> VisionTowerSpec:
     """Read the config.json of a vision model, or of a model with a text and a vision tower.
 
@@ -241,6 +293,11 @@ def read_spec(folder: Path) -> VisionTowerSpec:
     if spec.hidden % (2 * spec.heads):
         raise ConfigError(
             f"{file}: hidden_size = {spec.hidden} is not a multiple of twice "
+            f"num_attention_heads = {spec.heads}"
+        )
+    if spec.rope_base is not None and spec.hidden % (4 * spec.heads):
+        raise ConfigError(
+            f"{file}: hidden_size = {spec.hidden} is not a multiple of four times "
             f"num_attention_heads = {spec.heads}"
         )
     if spec.patch_size > spec.image_size:
@@ -302,6 +359,7 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     **dict.fromkeys(("llava", *ANYRES), (VisionTowerSpec, True)),
     GEMMA3: (Gemma3Spec, True),
     INTERN: (InternSpec, True),
+    LLAMA4: (Llama4Spec, True),
     **dict.fromkeys(IDEFICS, (IdeficsSpec, True)),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""

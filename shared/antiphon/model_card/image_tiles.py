@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from antiphon.model_card.frame_videos import (
     FrameVideos,  # noqa: TC001  # msgspec reads the fields of structs
 )
-from antiphon.model_card.images import Pieces, Size, VisionBase, check_unscaled
+from antiphon.model_card.images import Pieces, Size, VisionBase, check_unscaled, single
 
 if TYPE_CHECKING:
     from antiphon.wire.claim import PixelLimits
@@ -284,7 +286,102 @@ class PaddedTiles(VisionBase, frozen=True, kw_only=True):
         return (whole + rows * (columns + 1),)
 
 
-Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles)
+class CanvasTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How Llama 4 cuts images: at the top left of a canvas of tiles, without changing their shape.
+
+    Some sizes are computed in float32, as in transformers: which one is nearest depends on it.
+
+    Attributes:
+        tile: Edge of a tile, in pixels.
+        most: Tiles of an image, without that which shows all of it.
+        largest: Whether an image is scaled up to a canvas; else it is to a tile, at most.
+    """
+
+    tile: Size
+    most: Size = 16
+    largest: bool = False
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        return self.most + (self.most > 1)
+
+    def within(self, limits: PixelLimits) -> CanvasTiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, most=1) if limits.low else self
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of the canvas: on which an image grows least, or else shrinks least."""
+        scales = {
+            (columns, rows): min(
+                single(self.tile * columns / width), single(self.tile * rows / height)
+            )
+            for columns, rows in _canvases(self.most)
+        }
+        growing = [scale for scale in scales.values() if scale >= 1]
+        if growing:
+            scale = max(growing) if self.largest else min(growing)
+        else:
+            scale = max(scales.values())
+        return min((size for size, each in scales.items() if each == scale), key=math.prod)
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The size of an image within the canvas, in its shape."""
+        across, down = (self.tile * count for count in self.grid(width, height))
+        most_across, most_down = max(width, self.tile), max(height, self.tile)
+        # What the canvas limits is a tensor in transformers.
+        in_single = self.largest or across < most_across, self.largest or down < most_down
+        if not self.largest:
+            across, down = min(most_across, across), min(most_down, down)
+        by_width, by_height = across / width, down / height
+        by_both = (single(by_width), single(by_height)) if any(in_single) else (by_width, by_height)
+        if by_both[0] < by_both[1]:
+            rest = single(height * single(by_width)) if in_single[0] else height * by_width
+            return across, max(1, min(math.floor(rest), down))
+        rest = single(width * single(by_height)) if in_single[1] else width * by_height
+        return max(1, min(math.floor(rest), across)), down
+
+
+@lru_cache(maxsize=8)
+def _canvases(most: int) -> tuple[tuple[int, int], ...]:
+    """Columns and rows of all canvases, by their shapes: of equals the first one is taken."""
+    by_shape: dict[float, list[tuple[int, int]]] = {}
+    for tiles in range(most, 0, -1):
+        for rows in range(1, tiles + 1):
+            if tiles % rows == 0:
+                columns = tiles // rows
+                by_shape.setdefault(rows / columns, []).append((columns, rows))
+    return tuple(chain.from_iterable(by_shape.values()))
+
+
+class SeparatedTiles(VisionBase, frozen=True, kw_only=True):
+    """An image has `tile_tokens` rows for each of its tiles, and for all of it behind: Llama 4.
+
+    There are separators between tiles. An image of one tile has that alone.
+    """
+
+    tiling: CanvasTiling
+    tile_tokens: int
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        columns, rows = self.tiling.grid(width, height)
+        pieces, before, tiles = list[str | int](), "<|image_start|>", columns * rows
+        for number in range(1, tiles + 1 if tiles > 1 else 1):
+            pieces += [before, self.tile_tokens]
+            before = "<|tile_x_separator|>" if number % columns else "<|tile_y_separator|>"
+        return (*pieces, f"{before}<|image|>", self.tile_tokens, "<|image_end|>")
+
+
+Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles, SeparatedTiles)
 
 
 def _cut_within(card: Cut, limits: PixelLimits) -> Cut:

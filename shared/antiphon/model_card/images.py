@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import msgspec
@@ -70,6 +71,12 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """
         del patches
         raise InvalidRequest("this model's images have no grid of patches: give image_sizes")
+
+
+def single(value: float) -> float:
+    """Round a number to float32."""
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    return rounded
 
 
 def check_unscaled(limits: PixelLimits) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -12,6 +11,7 @@ from antiphon.model_card.images import (
     LIMITS,
     Pieces,  # msgspec reads the fields of structs
     Size,
+    single,
 )
 from antiphon.wire.errors import InvalidRequest
 
@@ -211,5 +211,4 @@ Sampling = FrameSampling | SecondSampling | EvenSampling | SkippingSampling
 
 def _truncated(place: float) -> int:
     """The whole part of a number, as of one in float32: 2.9999999999 is 3."""
-    (rounded,) = struct.unpack("<f", struct.pack("<f", place))
-    return math.floor(rounded)
+    return math.floor(single(place))

@@ -20,8 +20,10 @@ from antiphon.model_card.image_grids import GridImages, GridVideos, RowImages, R
 from antiphon.model_card.image_tiles import (
     AnyresTiling,
     AspectTiling,
+    CanvasTiling,
     Packing,
     PaddedTiles,
+    SeparatedTiles,
     StackedTiles,
     TiledImages,
     Tiling,
@@ -44,6 +46,7 @@ INTERN = "internvl"
 PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
+LLAMA4 = "llama4"
 CLIP, SIGLIP = "clip", "siglip"
 TWO_TOWERS = (CLIP, SIGLIP)
 
@@ -52,6 +55,7 @@ VisionCard = (
     | TiledImages
     | StackedTiles
     | PaddedTiles
+    | SeparatedTiles
     | GridImages
     | RowImages
     | ComparedImages
@@ -292,6 +296,62 @@ def read_aspect_tiling(folder: Path) -> AspectTiling:
     return AspectTiling(tile=read.size.height, least=read.min_patches, most=read.max_patches)
 
 
+class Llama4Tower(msgspec.Struct, frozen=True):
+    """What of Llama 4's vision_config decides the number of rows of a tile."""
+
+    image_size: Size = 448
+    patch_size: Size = 14
+    pixel_shuffle_ratio: float = 0.5
+
+    def factor(self, file: Path) -> int:
+        """Edge of the squares of patches that become one row.
+
+        Raises:
+            ConfigError: It is no whole number, or patches are left over.
+        """
+        factor = shuffle_factor(file, self.pixel_shuffle_ratio, "pixel_shuffle_ratio")
+        if (side := self.image_size // self.patch_size) % factor:
+            raise ConfigError(f"{file}: pixel_shuffle_ratio: {factor} patches must divide {side}")
+        return factor
+
+
+class _Llama4(msgspec.Struct, frozen=True):
+    image_token_index: int = 200092
+    vision_config: Llama4Tower = field(default_factory=Llama4Tower)
+
+
+class _CanvasFile(msgspec.Struct, frozen=True):
+    """Llama 4's preprocessor_config.json."""
+
+    size: _SquareEdges = field(default_factory=lambda: _SquareEdges(336, 336))
+    max_patches: Annotated[int, Meta(ge=1, le=256)] = 16
+    resize_to_max_canvas: bool = False
+
+
+def read_canvas_tiling(folder: Path) -> CanvasTiling:
+    """Read how the preprocessor of a Llama 4 model cuts images.
+
+    Raises:
+        ConfigError: The file is malformed, or its tiles are no squares.
+    """
+    found = image_processor_file(folder)
+    read = found.read(_CanvasFile)
+    if read.size.height != read.size.width:
+        raise ConfigError(f"{found.file}: size must be a square")
+    return CanvasTiling(
+        tile=read.size.height, most=read.max_patches, largest=read.resize_to_max_canvas
+    )
+
+
+def read_llama4_tower(file: Path) -> Llama4Tower:
+    """Read what of config.json decides the number of rows of a tile.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    return read_json(file, _Llama4).vision_config
+
+
 class _FrameFile(msgspec.Struct, frozen=True):
     """The settings of InternVL's or LLaVA-OneVision's video processor.
 
@@ -328,7 +388,7 @@ class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
 
-SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS, *TWO_TOWERS)
+SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, LLAMA4, *IDEFICS, *GRIDS, *TWO_TOWERS)
 """Types of models whose images are served."""
 
 
@@ -351,6 +411,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_internvl(folder)
     if kind in ANYRES:
         return _read_anyres(folder, kind)
+    if kind == LLAMA4:
+        return _read_llama4(folder)
     if kind in TWO_TOWERS:
         return _read_clip(folder) if kind == CLIP else _read_siglip(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
@@ -420,6 +482,20 @@ def _read_idefics(folder: Path) -> TiledImages:
         tiling=read_tiling(folder),
         tile_tokens=tokens,
         videos=videos,
+        processing=_processing(folder, config),
+    )
+
+
+def _read_llama4(folder: Path) -> SeparatedTiles:
+    file = folder / "config.json"
+    config = read_json(file, _Llama4)
+    tower = config.vision_config
+    side = tower.image_size // tower.patch_size // tower.factor(file)
+    return SeparatedTiles(
+        placeholder=config.image_token_index,
+        marker="<|image|>",
+        tiling=read_canvas_tiling(folder),
+        tile_tokens=side**2,
         processing=_processing(folder, config),
     )
 
@@ -619,7 +695,7 @@ def _read_siglip(folder: Path) -> ComparedImages:
     )
 
 
-def shuffle_factor(file: Path, ratio: float) -> int:
+def shuffle_factor(file: Path, ratio: float, name: str = "downsample_ratio") -> int:
     """Edge of the squares of patches that become one row.
 
     Raises:
@@ -627,7 +703,7 @@ def shuffle_factor(file: Path, ratio: float) -> int:
     """
     by = round(1 / ratio) if ratio > 0 else 0
     if by < 1 or 1 / by != ratio:
-        raise ConfigError(f"{file}: downsample_ratio = {ratio}: must be 1 by a whole number")
+        raise ConfigError(f"{file}: {name} = {ratio}: must be 1 by a whole number")
     return by
 
 
