@@ -170,6 +170,17 @@ ROWS = (
         out_hidden_size=64,
         image_size=28,
     ),
+    with_axes(
+        "paddleocr-vl",
+        transformers.PaddleOCRVLForConditionalGeneration,
+        "qwen3",
+        (4, 6, 6),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+    ),
     replace(
         seeing(
             "mistral",

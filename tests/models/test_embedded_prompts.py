@@ -17,6 +17,7 @@ from tests.support.llava_next import write_llava_next, write_llava_onevision
 from tests.support.pixtral import write_mistral3, write_pixtral
 from tests.support.qwen_vl import (
     write_glm4v,
+    write_paddleocr_vl,
     write_qwen2_vl,
     write_qwen3_vl,
     write_qwen25_vl,
@@ -54,9 +55,10 @@ FAMILIES = {
     "qwen3-vl": write_qwen3_vl,
     "qwen3.5": write_qwen35,
     "glm4v": write_glm4v,
+    "paddleocr-vl": write_paddleocr_vl,
     "llama4": write_llama4,
 }
-GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
+GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v", "paddleocr-vl")
 MARKED = ("smolvlm", "llama4", "pixtral", "mistral3")
 """Those with tokens of text among the placeholders of an image."""
 WIDTH, HEIGHT = 200, 60

@@ -1,4 +1,4 @@
-"""Tiny Qwen-VL, Qwen3.5 and GLM-4V models with random weights: images keep their shape."""
+"""Tiny models from Qwen-VL to PaddleOCR-VL with random weights: images keep their shape."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ GLM_SPECIAL = (
     *("<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
 )
 """Those of pictures in the same places."""
+OCR_SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
+    "<|IMAGE_PLACEHOLDER|>",
+)
 VIDEO_IN_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 PROCESSOR = {
     "min_pixels": 4 * 64,
@@ -81,6 +85,11 @@ GLM_VIDEO_PROCESSOR = {
     "patch_size": PATCH,
     "merge_size": MERGE,
     "temporal_patch_size": 2,
+}
+OCR_PROCESSOR = {
+    **{name: PROCESSOR[name] for name in ("min_pixels", "max_pixels", "patch_size", "merge_size")},
+    "temporal_patch_size": 1,
+    "image_processor_type": "PaddleOCRVLImageProcessor",
 }
 TOWER_25: Mapping[str, Any] = {
     "depth": 3,
@@ -169,6 +178,24 @@ def write_glm4v(folder: Path) -> Path:
     return _write(folder, kind, config, tower, text, (GLM_PROCESSOR, GLM_VIDEO_PROCESSOR), words)
 
 
+def write_paddleocr_vl(folder: Path) -> Path:
+    """Write a PaddleOCR-VL, with the same texts; it takes no videos."""
+    tower = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 2,
+        "patch_size": PATCH,
+        "image_size": 5 * PATCH,
+    }
+    template = TEMPLATE
+    for name, ours in zip(SPECIAL, OCR_SPECIAL, strict=False):
+        template = template.replace(name, ours)
+    kind, config = transformers.PaddleOCRVLForConditionalGeneration, transformers.PaddleOCRVLConfig
+    text, words = {"head_dim": 16}, (OCR_SPECIAL, template)
+    return _write(folder, kind, config, tower, text, (OCR_PROCESSOR,), words)
+
+
 def _write(
     folder: Path,
     model: Any,
@@ -179,7 +206,7 @@ def _write(
     words: tuple[Sequence[str], str] = (SPECIAL, TEMPLATE),
 ) -> Path:
     tokenizer = write_tokenizer(folder, *words)
-    assert tokenizer.id_to_token(PLACEHOLDER_ID) in ("<|image_pad|>", "<|image|>")
+    assert tokenizer.id_to_token(PLACEHOLDER_ID) == words[0][SPECIAL.index("<|image_pad|>")]
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "rope_parameters": ROPE, **(own or {})}
     made = config(
@@ -190,7 +217,7 @@ def _write(
         vision_start_token_id=PLACEHOLDER_ID - 2,
         vision_end_token_id=PLACEHOLDER_ID - 1,
     )
-    for name, settings in zip(("preprocessor", "video_preprocessor"), processors, strict=True):
+    for name, settings in zip(("preprocessor", "video_preprocessor"), processors, strict=False):
         (folder / f"{name}_config.json").write_text(json.dumps(settings))
     return write_random(folder, model(made))
 
@@ -213,5 +240,17 @@ def patches(images: Sequence[Tensor]) -> dict[str, Tensor]:
         blocks = image.view(3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
         ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         cut.append(ordered.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, -1))
+        grids.append([1, rows, columns])
+    return {"pixel_values": torch.cat(cut), "image_grid_thw": torch.tensor(grids)}
+
+
+def rows_of_patches(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The same for PaddleOCR-VL, whose patches are row by row, (P, 3, patch, patch)."""
+    cut: list[Tensor] = []
+    grids: list[list[int]] = []
+    for image in images:
+        rows, columns = (edge // PATCH for edge in image.shape[-2:])
+        blocks = image.view(3, rows, PATCH, columns, PATCH).permute(1, 3, 0, 2, 4)
+        cut.append(blocks.reshape(rows * columns, 3, PATCH, PATCH))
         grids.append([1, rows, columns])
     return {"pixel_values": torch.cat(cut), "image_grid_thw": torch.tensor(grids)}

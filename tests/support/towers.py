@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
-    "visual_projection.",
+    *("visual_projection.", "projector.", "mlp_AR."),
 )
 """Names of what encoders read, or where they begin."""
 
@@ -87,7 +87,8 @@ def check_every_tensor(
 
 def _own(name: str) -> str:
     """What a tensor is called where it is read."""
-    name = name.removeprefix("model.")
+    for part in ("model.", "projector.", "mlp_AR."):
+        name = name.removeprefix(part)
     for part in ("visual.", "vision_tower.", "vision_model."):
         name = name.rpartition(part)[2]
     return name

@@ -16,7 +16,13 @@ from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
 from tests.support.pixtral import batched, write_mistral3
-from tests.support.qwen_vl import patches, write_qwen3_vl, write_qwen25_vl
+from tests.support.qwen_vl import (
+    patches,
+    rows_of_patches,
+    write_paddleocr_vl,
+    write_qwen3_vl,
+    write_qwen25_vl,
+)
 from tests.support.smolvlm import write_smolvlm
 from tests.system.seeing import TOKENS, Seeing, answer, message, scored_answer
 from tests.system.stack import serving
@@ -42,6 +48,10 @@ def tiles(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
 
 def grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
     return {**patches(images), "mm_token_type_ids": placeholders.int()}
+
+
+def rows_of_grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    return {**rows_of_patches(images), "mm_token_type_ids": placeholders.int()}
 
 
 def frames(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
@@ -105,6 +115,13 @@ FAMILIES = {
         ("--batching-chunk-tokens", "24"),
         limits=PixelLimits(least=300, most=512),
     ),
+    "paddleocr-vl": Family(
+        write_paddleocr_vl,
+        transformers.PaddleOCRVLForConditionalGeneration,
+        rows_of_grids,
+        ("--batching-chunk-tokens", "24"),
+        limits=PixelLimits(least=300, most=512),
+    ),
     "internvl": Family(
         write_internvl,
         transformers.InternVLForConditionalGeneration,
@@ -138,7 +155,7 @@ FAMILIES = {
         mutant=frames,
     ),
 }
-LONG = ("internvl", "llama4", "llava-next", "mistral3")
+LONG = ("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl")
 """Those whose tiles and rows other tests compare, below the services that are the same for all."""
 CUT = ("smolvlm", "internvl", "llama4", "llava-next")
 """Those that cut images to tiles: of low detail they are one."""

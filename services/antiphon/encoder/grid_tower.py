@@ -1,4 +1,4 @@
-"""The vision transformers of Qwen2-VL to Qwen3.5, GLM-4V and Pixtral, for media of any shape.
+"""The vision transformers of models from Qwen2-VL to PaddleOCR-VL, for media of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
@@ -6,13 +6,14 @@ patches lie next to each other from the start: token by token, in rows of each.
 Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
 Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
-Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006.
+Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006; Cui et al. 2025,
+arXiv:2510.14528 (PaddleOCR-VL).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
@@ -65,19 +66,21 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         width: C.
         hidden: Of the text model.
-        frames: Frames of a video that a patch holds; an image is in all of them.
+        frames: Frames of a video that a patch holds; an image is in all of them. 0: the tower takes
+            images only.
         gated: Feed-forward blocks with a gate, and RMS norms; else two linears and layer norms.
         biases: Whether the linears of layers have any.
         eps: Of the norms.
         window: Edge of the windows that patches attend within, in tokens; 0: there are none.
         whole_layers: Layers that attend to the whole image all the same.
         side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
-        cubic: Whether those positions are scaled by cubic pieces, pixels at their middles.
+        sampled: How those positions are scaled, pixels at their middles; None: between their ends.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
         alternating: Frequencies of rows and columns by turns; else both have the same.
         projector: Of Mistral's models, what is behind the tower instead of a merger.
         gated_merger: Width of GLM-4V's merger, which has a gate; 0: another one.
+        second_eps: Of PaddleOCR-VL, that of a second norm before the merger, which is a projector.
     """
 
     width: int
@@ -96,13 +99,14 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
     side: int = 0
-    cubic: bool = False
+    sampled: Literal["bilinear", "bicubic"] | None = None
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
     alternating: bool = False
     projector: ProjectorSpec | None = None
     gated_merger: int = 0
+    second_eps: float | None = None
 
     @property
     def rows_width(self) -> int:
@@ -129,13 +133,13 @@ class GridNorm:
 
 @dataclass(frozen=True, slots=True)
 class MergerWeights:
-    """What makes a token of its patches; the norm is that of each, or of all as one row.
+    """What makes a token of its patches; norms, one after the other, are of each, or of all as one.
 
     `merge` (C, C * merge * merge) makes one patch of those of a token, by channel. With a
     `gate_up` what `first` and `inner` make is gated.
     """
 
-    norm: GridNorm | None
+    norms: tuple[GridNorm, ...]
     first: Linear
     second: Linear
     merge: Linear | None = None
@@ -193,8 +197,11 @@ class GridTower:
         if weights.norm_before is not None:
             x = weights.norm_before(x)
         if weights.positions is not None:
-            learned = self._cubic if spec.cubic else self._learned
-            x = x + learned(weights.positions, rows, columns, order)
+            if spec.sampled is None:
+                learned = self._learned(weights.positions, rows, columns, order)
+            else:
+                learned = self._sampled(weights.positions, rows, columns, order, spec.sampled)
+            x = x + learned
         parts = [len(window) * spec.merge**2 for window in windows]
         streams = self._layers(x, ([len(x)], parts), self._angles(rows, columns, order))
         squares = _normed(streams.last, weights.merger).view(len(order), -1, spec.width)
@@ -250,20 +257,20 @@ class GridTower:
                 learned = learned + table[row * side + column] * (by_row * by_column)[:, None]
         return learned
 
-    def _cubic(self, table: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
+    def _sampled(self, table: Tensor, rows: int, columns: int, order: Tensor, mode: str) -> Tensor:
         """Learned positions of patches (P, C): its edges lie on those of the image."""
         side, edges = self.spec.side, torch.tensor([[rows], [columns]]) * self.spec.merge
         down, across = (self._places(rows, columns, order) + 0.5) / edges * 2 - 1
         square = table.view(side, side, -1).permute(2, 0, 1)[None]
         grid = torch.stack((across, down), dim=-1)[None, :, None]
-        sampled = F.grid_sample(
-            square, grid, mode="bicubic", padding_mode="border", align_corners=False
-        )
+        sampled = F.grid_sample(square, grid, mode=mode, padding_mode="border", align_corners=False)
         return sampled[0, :, :, 0].T
 
 
 def _normed(x: Tensor, merger: MergerWeights) -> Tensor:
-    return x if merger.norm is None else merger.norm(x)
+    for norm in merger.norms:
+        x = norm(x)
+    return x
 
 
 def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:

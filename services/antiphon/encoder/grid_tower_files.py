@@ -24,7 +24,7 @@ from antiphon.encoder.linear import Affine, Linear
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, QWEN35S
+from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
 from antiphon.model_card.vision import MISTRAL3
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class _GlmTower(_TowerFields):
             biases=False,
             eps=self.rms_norm_eps,
             side=self.image_size // self.patch_size,
-            cubic=True,
+            sampled="bicubic",
             patch_bias=True,
             gated_merger=self.intermediate_size,
             names=GridNames(
@@ -237,7 +237,7 @@ class _RowConfig(msgspec.Struct):
             heads=tower.num_attention_heads,
             patch=tower.patch_size,
             merge=self.spatial_merge_size if merges else 1,
-            frames=1,
+            frames=0,
             base=tower.rope_parameters.rope_theta if tower.rope_parameters else tower.rope_theta,
             activation=tower.hidden_act,
             gated=True,
@@ -248,6 +248,63 @@ class _RowConfig(msgspec.Struct):
             projector=ProjectorSpec(
                 eps=self.text_config.rms_norm_eps if merges else None,
                 bias=not merges if bias is None else bias,
+            ),
+        )
+
+
+class _OcrTower(msgspec.Struct):
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    num_hidden_layers: Size = 27
+    num_attention_heads: Size = 16
+    image_size: Size = 384
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
+    layer_norm_eps: float = 1e-6
+    rope_parameters: _Rope | None = None
+
+
+class _OcrText(msgspec.Struct):
+    hidden_size: Size = 1024
+
+
+class _OcrConfig(_OcrText):
+    """Published files have the fields of the text model beside all others."""
+
+    vision_config: _OcrTower = msgspec.field(default_factory=_OcrTower)
+    text_config: _OcrText | None = None
+
+    def spec(self) -> GridTowerSpec:
+        tower = self.vision_config
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=(self.text_config or self).hidden_size,
+            layers=tower.num_hidden_layers,
+            heads=tower.num_attention_heads,
+            patch=tower.patch_size,
+            merge=tower.spatial_merge_size,
+            frames=0,
+            base=(tower.rope_parameters or _Rope()).rope_theta,
+            activation=tower.hidden_act,
+            gated=False,
+            eps=tower.layer_norm_eps,
+            side=tower.image_size // tower.patch_size,
+            sampled="bilinear",
+            patch_bias=True,
+            second_eps=1e-5,
+            names=GridNames(
+                patch="embeddings.patch_embedding",
+                positions="embeddings.position_embedding.weight",
+                layer="encoder.layers.{}",
+                norm1="layer_norm1",
+                qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                out="self_attn.out_proj",
+                norm2="layer_norm2",
+                norm_after="post_layernorm",
+                first="linear_1",
+                second="linear_2",
             ),
         )
 
@@ -278,7 +335,7 @@ class _Config(msgspec.Struct):
 
 
 def read_grid_spec(folder: Path) -> GridTowerSpec:
-    """Read the config.json of a Qwen-VL, Qwen3.5, GLM-4V, Pixtral or Mistral 3 model.
+    """Read the config.json of a model from Qwen2-VL to PaddleOCR-VL, or with Pixtral's tower.
 
     Raises:
         ConfigError: It is missing or malformed, or the tower is not supported.
@@ -288,6 +345,8 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
     if config.model_type in _TOWERS:
         kind = _TOWERS[config.model_type]
         spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
+    elif config.model_type == PADDLEOCR:
+        spec = read_json(file, _OcrConfig).spec()
     else:
         spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):
@@ -322,6 +381,11 @@ def read_grid_weights(
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
         if spec.gated_merger:
             merger = _gated_merger(files, spec)
+        elif spec.second_eps is not None:
+            # Its names begin with `mlp_AR`, or with `projector`.
+            first = "pre_norm.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
+            merger = _normed_projector(files, behind, spec, spec.second_eps)
         elif spec.projector is None:
             merger = _merger(files, "merger", spec, width)
         else:
@@ -346,7 +410,7 @@ def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | No
     """What embeds the patches of images, and those of videos, if there are any."""
     name, edge, width = spec.names.patch, spec.patch, spec.width
     bias = files.read(f"{name}.bias", width) if spec.patch_bias else None
-    if spec.projector is not None:
+    if not spec.frames:
         weight = files.read(f"{name}.weight", width, 3, edge, edge)
         return files.linear(Affine(weight.flatten(1), bias)), None
     weight = files.read(f"{name}.weight", width, 3, spec.frames, edge, edge)
@@ -360,7 +424,7 @@ def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | No
 def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> MergerWeights:
     names, wide = spec.names, spec.width * spec.merge**2
     return MergerWeights(
-        norm=_norm(files, f"{name}.{names.norm_after}", spec, normed),
+        norms=(_norm(files, f"{name}.{names.norm_after}", spec, normed),),
         first=files.linear(files.affine(f"{name}.{names.first}", wide, wide)),
         second=files.linear(files.affine(f"{name}.{names.second}", spec.hidden, wide)),
     )
@@ -373,7 +437,7 @@ def _gated_merger(files: TensorFiles, spec: GridTowerSpec) -> MergerWeights:
     gate, up = (files.affine(f"merger.{part}_proj", wide, hidden, bias=False) for part in _GATED)
     inner = files.affine("merger.post_projection_norm", hidden)
     return MergerWeights(
-        norm=_norm(files, "post_layernorm", spec, spec.width),
+        norms=(_norm(files, "post_layernorm", spec, spec.width),),
         merge=files.linear(Affine(conv.flatten(1), files.read("downsample.bias", hidden))),
         first=files.linear(files.affine("merger.proj", hidden, hidden, bias=False)),
         inner=GridNorm(inner.weight, inner.bias, 1e-5),
@@ -385,14 +449,31 @@ def _gated_merger(files: TensorFiles, spec: GridTowerSpec) -> MergerWeights:
 _GATED = ("gate", "up")
 
 
+def _normed_projector(
+    files: TensorFiles, behind: TensorFiles, spec: GridTowerSpec, eps: float
+) -> MergerWeights:
+    """PaddleOCR-VL's: the norm of the tower, and one of the projector, whose files are `behind`."""
+    names, wide = spec.names, spec.width * spec.merge**2
+    own = behind.affine("pre_norm", spec.width)
+    return MergerWeights(
+        norms=(
+            _norm(files, names.norm_after, spec, spec.width),
+            GridNorm(own.weight, own.bias, eps),
+        ),
+        first=behind.linear(behind.affine(names.first, wide, wide)),
+        second=behind.linear(behind.affine(names.second, spec.hidden, wide)),
+    )
+
+
 def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:
-    width, hidden, bias, norm, merge = spec.width, spec.hidden, own.bias, None, None
+    width, hidden, bias, merge = spec.width, spec.hidden, own.bias, None
+    norms: tuple[GridNorm, ...] = ()
     if own.eps is not None:
-        norm = GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps)
+        norms = (GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps),)
         name = f"{PROJECTOR}patch_merger.merging_layer.weight"
         merge = files.linear(Affine(files.read(name, width, width * spec.merge**2), None))
     return MergerWeights(
-        norm=norm,
+        norms=norms,
         first=files.linear(files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias)),
         second=files.linear(files.affine(f"{PROJECTOR}linear_2", hidden, hidden, bias=bias)),
         merge=merge,

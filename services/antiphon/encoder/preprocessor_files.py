@@ -12,7 +12,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.grid_files import GRIDS, read_grid_file, read_video_file
+from antiphon.model_card.grid_files import VIDEO_GRIDS, read_grid_file, read_video_file
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.processor_files import (
     ModelKind,
@@ -103,7 +103,7 @@ def _of_squares(
 
 
 def read_grid_config(folder: Path) -> PreprocessorConfig:
-    """Read the preprocessor config of a Qwen2-VL or Pixtral model.
+    """Read the preprocessor config of a model whose images keep their shape.
 
     Raises:
         ConfigError: It is malformed, or does not fit the tower.
@@ -122,7 +122,7 @@ def read_video_config(folder: Path) -> PreprocessorConfig | None:
     Raises:
         ConfigError: The file is malformed, or does not fit the tower.
     """
-    if read_json(folder / "config.json", ModelKind).model_type not in GRIDS:
+    if read_json(folder / "config.json", ModelKind).model_type not in VIDEO_GRIDS:
         return None
     file = read_video_file(folder)
     return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)

@@ -51,6 +51,7 @@ MULTIMODAL_ARCHITECTURES = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "PaddleOCRVLForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -72,7 +73,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 """Prefixes of its tensor names, first or after the common prefix."""
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
-    *("multi_modal_projector.", "connector.", "image_newline"),
+    *("multi_modal_projector.", "connector.", "image_newline", "projector.", "mlp_AR."),
 )
 """Prefixes of tensors of towers for media, and of what is behind them."""
 
@@ -111,6 +112,13 @@ _QWEN3_5 = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_ERNIE = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
@@ -144,6 +152,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
         "rope_theta": 5e5,
     },
     "modernbert": {"hidden_act": "gelu"},
+    "paddleocr_vl": _ERNIE,
+    "paddleocr_vl_text": _ERNIE,
     "phi": {"partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,

@@ -1,4 +1,4 @@
-"""Reads how Qwen-VL and GLM-4V models take images and videos: as grids of tokens."""
+"""Reads how Qwen-VL, GLM-4V and PaddleOCR-VL models take media: as grids of tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ QWEN35S = ("qwen3_5", "qwen3_5_moe")
 QWEN3S = (*DEEPSTACKS, *QWEN35S)
 """Those with patches of 16 pixels, and seconds between the grids of a video."""
 GLMS = ("glm4v", "glm4v_moe")
-GRIDS = ("qwen2_5_vl", "qwen2_vl", *QWEN3S, *GLMS)
-"""All of them take videos, too."""
+PADDLEOCR = "paddleocr_vl"
+VIDEO_GRIDS = ("qwen2_5_vl", "qwen2_vl", *QWEN3S, *GLMS)
+"""Those that take videos, too."""
+GRIDS = (*VIDEO_GRIDS, PADDLEOCR)
 
 
 def read_grid(folder: Path) -> GridImages:
-    """Read how a Qwen-VL or GLM-4V model takes images and videos.
+    """Read how a Qwen-VL, GLM-4V or PaddleOCR-VL model takes images, and videos, if it does.
 
     Raises:
         ConfigError: config.json or a preprocessor's is malformed, or not supported.
@@ -51,7 +53,7 @@ def read_grid(folder: Path) -> GridImages:
         placeholder=config.placeholder,
         deepstack=config.deepstack,
         sizes=file.sizes,
-        videos=_read_videos(folder, config),
+        videos=_read_videos(folder, config) if config.model_type in VIDEO_GRIDS else None,
         processing=hashlib.sha256(b"grid\0" + settings).digest(),
     )
 
@@ -117,7 +119,12 @@ class _Grid(msgspec.Struct, frozen=True):
         return self.vision_config.patch_size or (16 if self.model_type in QWEN3S else 14)
 
 
-_PLACEHOLDERS = {"glm4v": 151343, "glm4v_moe": 151363, **dict.fromkeys(QWEN35S, 248056)}
+_PLACEHOLDERS = {
+    "glm4v": 151343,
+    "glm4v_moe": 151363,
+    PADDLEOCR: 100295,
+    **dict.fromkeys(QWEN35S, 248056),
+}
 
 
 class _GlmEdges(msgspec.Struct, frozen=True):
@@ -151,6 +158,16 @@ class GridFile(PixelFields, frozen=True):
             pixels_min=self.min_pixels or self.size.shortest_edge,
             pixels_max=self.max_pixels or self.size.longest_edge,
         )
+
+
+class _OcrFile(GridFile, frozen=True):
+    """The preprocessor_config.json of PaddleOCR-VL, with the defaults of its class."""
+
+    size: _GridEdges = field(default_factory=lambda: _GridEdges(384 * 384, 1536 * 1536))
+
+    @property
+    def sizes(self) -> GridSizes:
+        return msgspec.structs.replace(super().sizes, fills=True)
 
 
 class _FrameEdges(msgspec.Struct, frozen=True):
@@ -320,14 +337,15 @@ class _GlmFile(PixelFields, frozen=True):
 
 
 def read_grid_file(folder: Path) -> GridFile | _GlmFile:
-    """Read how the preprocessor of a Qwen2-VL or GLM-4V model scales images.
+    """Read how the preprocessor of a Qwen2-VL, GLM-4V or PaddleOCR-VL model scales images.
 
     Raises:
         ConfigError: The file is malformed, or does not fit the tower.
     """
     found = image_processor_file(folder)
     file, config = found.file, read_json(folder / "config.json", _Grid)
-    read = found.read(_GlmFile if config.model_type in GLMS else GridFile)
+    plain = _OcrFile if config.model_type == PADDLEOCR else GridFile
+    read = found.read(_GlmFile if config.model_type in GLMS else plain)
     if isinstance(read, _GlmFile) and not read.divides:
         raise ConfigError(
             f"{file}: size: must be multiples of temporal_patch_size = {read.temporal_patch_size}"

@@ -31,6 +31,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         pixels_min: Of a scaled image, roughly.
         pixels_max: Likewise.
         grows: Whether an image narrower than a token is scaled to one first.
+        fills: Likewise, but edge by edge, rounded, and before the edges are compared.
         joint: Whether the numbers of pixels are those of all frames of a video.
         total: Pixels of all grids of a video, at most; each stands for a pair of frames.
     """
@@ -40,6 +41,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pixels_min: Size
     pixels_max: Size
     grows: bool = False
+    fills: bool = False
     joint: bool = False
     total: Size | None = None
 
@@ -88,6 +90,10 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             most = max(edge**2, min(most, self.total * PAIR // frames))
             least = min(least, most)
         frames, paired = (frames, round(frames / PAIR) * PAIR) if self.joint else (1, 1)
+        if self.fills and height < edge:
+            width, height = round(width * edge / height), edge
+        if self.fills and width < edge:
+            width, height = edge, round(height * edge / width)
         if max(width, height) > ASPECT_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image of {width} x {height} pixels is too narrow: the longer edge may be "

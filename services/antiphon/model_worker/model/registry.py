@@ -43,6 +43,7 @@ from antiphon.model_worker.model.families.llama import (
     MISTRAL,
     MIXTRAL,
     OLMO2,
+    PADDLEOCR_VL,
     PHI3,
     SMOLLM3,
 )
@@ -93,6 +94,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,
     "LlavaOnevisionForConditionalGeneration": LLAVA_NEXT,
     "Mistral3ForConditionalGeneration": MISTRAL,
+    "PaddleOCRVLForConditionalGeneration": PADDLEOCR_VL,
     "SmolVLMForConditionalGeneration": IDEFICS3,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,

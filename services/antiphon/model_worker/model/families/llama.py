@@ -82,6 +82,21 @@ def declare_llava(config: ConfigFile) -> ModelSpec:
             )
 
 
+class _ErnieFields(msgspec.Struct, frozen=True):
+    use_bias: bool = False
+
+
+def declare_paddleocr_vl(config: ConfigFile) -> ModelSpec:
+    """PaddleOCR-VL: ERNIE 4.5, Llama whose positions have axes; its images come from outside."""
+    bias = config.family_fields(_ErnieFields).use_bias
+    layer = LayerSpec(
+        mixer=attention(config, bias=bias, rotary=rotary_with_axes(config)),
+        feed_forward=gated(config, bias=bias),
+        norm=rms_norm(config),
+    )
+    return model(config, layer)
+
+
 def declare_idefics3(config: ConfigFile) -> ModelSpec:
     """Idefics3, SmolVLM: the text model is Llama; embeddings of tiles come from outside."""
     if config.model_type not in ("llama", ""):
@@ -313,3 +328,4 @@ PHI3 = ModelFamily("phi3", declare_phi3)
 GLM4 = ModelFamily("glm4", declare_glm4)
 GLM4V = ModelFamily("glm4v", declare_glm4v)
 LLAMA4 = ModelFamily("llama4", declare_llama4)
+PADDLEOCR_VL = ModelFamily("paddleocr-vl", declare_paddleocr_vl)

@@ -1,0 +1,175 @@
+"""Images of PaddleOCR-VL against transformers: sizes, pixels, tower and projector."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tests.models.test_position_axes import places
+from tests.support.llava import picture
+from tests.support.models import change_config, load
+from tests.support.qwen_vl import OCR_PROCESSOR, rows_of_patches, write_paddleocr_vl
+from tests.support.towers import check_every_tensor, check_rows, embedding, opened
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+    smart_resize,
+)
+
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.card import read_card
+from antiphon.model_card.image_grids import GridImages, GridSizes
+from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_worker.batching.positions import media_positions
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.media import MediumSpan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = [(40, 33), (200, 31), (9, 70), (84, 84), (1, 90), (8, 8), (300, 299), (13, 12), (60, 4)]
+PUBLISHED = (
+    ("model.projector.", "mlp_AR."),
+    ("model.visual.", "visual."),
+    ("model.language_model.", "model."),
+)
+"""Names of tensors, as transformers has them and as they were published."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_paddleocr_vl(tmp_path_factory.mktemp("paddleocr-vl"))
+
+
+def reference(folder: Path) -> Any:
+    return transformers.PaddleOCRVLForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def test_pixels_tokens_and_embeddings_are_those_of_transformers(folder: Path) -> None:
+    """Embeddings are those of images in one batch, where ours are alone."""
+    theirs: Any = PaddleOCRVLImageProcessorPil(**OCR_PROCESSOR)
+    model, card, pixels = opened(folder), read_vision(folder), list[torch.Tensor]()
+    assert isinstance(card, GridImages)
+    assert videos_of(card) is model.videos is None
+    for size in SIZES:
+        with Image.open(io.BytesIO(picture(1, *size))) as image:
+            expected = theirs([image], return_tensors="np")
+        pixels.append(torch.as_tensor(model.preprocess(picture(1, *size))))
+        found = rows_of_patches([pixels[-1]])["pixel_values"]
+        np.testing.assert_allclose(found, expected["pixel_values"], rtol=0, atol=4e-6)
+        grid = expected["image_grid_thw"][0].tolist()
+        assert card.pieces(*size) == (grid[1] * grid[2] // 4,)
+        assert card.columns(*size) == grid[2] // 2
+    with torch.inference_mode():
+        made = reference(folder).model.get_image_features(**rows_of_patches(pixels))
+    for size, right in zip(SIZES, made.pooler_output, strict=True):
+        check_rows(embedding(model, picture(1, *size)), right)
+
+
+def test_positions_are_those_of_transformers(folder: Path) -> None:
+    """Of two images, and text before, between and behind them."""
+    types = torch.tensor([[0, 0, *[1] * 15, 0, 0, 0, *[1] * 8, 0, 0]])
+    grids = torch.tensor([[1, 6, 10], [1, 8, 4]])
+    expected, _ = reference(folder).model.get_rope_index(types, types, image_grid_thw=grids)
+    spans = [
+        MediumSpan(start=2, tokens=15, key=bytes(32), columns=5),
+        MediumSpan(start=20, tokens=8, key=bytes(32), columns=2),
+    ]
+    positions, offset = media_positions((span, places(span)) for span in spans)
+    rest = np.tile(np.arange(positions.shape[1], 30) + offset, (3, 1))
+    np.testing.assert_array_equal(np.concatenate([positions, rest], axis=1), expected[:, 0])
+
+
+def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_tensor(folder, picture(5, 35, 30), monkeypatch)
+
+
+def test_published_sizes_are_those_of_transformers() -> None:
+    sizes = GridSizes(patch=14, merge=2, pixels_min=147384, pixels_max=2822400, fills=True)
+    drawn = np.random.default_rng(3).integers(1, 4000, (60, 2)).tolist()
+    for width, height in [*drawn, (28, 28), (27, 40), (5000, 30), (3, 200), (5600, 28), (1, 1)]:
+        try:
+            expected = smart_resize(height, width, 28, 147384, 2822400)
+        except ValueError:
+            with pytest.raises(InvalidRequest, match="is too narrow"):
+                sizes.scaled(width, height)
+            continue
+        assert sizes.scaled(width, height) == expected[::-1], (width, height)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_models_as_they_were_published(folder: Path, tmp_path: Path, published: bool) -> None:
+    """Fields of the text model are beside all others, and tensors have other names."""
+    tensors = load_file(folder / "model.safetensors")
+    for theirs, old in PUBLISHED:  # as transformers has them, whatever it has written
+        named = any(name.startswith(theirs) for name in tensors)
+        if not named:
+            tensors = {
+                theirs + name.removeprefix(old) if name.startswith(old) else name: tensor
+                for name, tensor in tensors.items()
+            }
+    for theirs, old in PUBLISHED if published else ():
+        tensors = {
+            old + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if published:
+        config = config.pop("text_config") | config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(OCR_PROCESSOR))
+    data = picture(1, 40, 33)
+    np.testing.assert_array_equal(
+        embedding(opened(tmp_path), data), embedding(opened(folder), data)
+    )
+    assert load(tmp_path).spec == load(folder).spec
+
+
+def test_the_config_of_paddleocr_vl_is_read(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["PaddleOCRVLForConditionalGeneration"],
+        "hidden_size": 1024,
+        "image_token_id": 100295,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 131072,
+        "model_type": "paddleocr_vl",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 18,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+        "tie_word_embeddings": False,
+        "vision_config": {"image_size": 384, "patch_size": 14, "spatial_merge_size": 2},
+        "vocab_size": 103424,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    card, vision = read_card(tmp_path), read_vision(tmp_path)
+    assert (card.hidden_size, card.layers, card.kv_heads) == (1024, 18, 2)
+    assert isinstance(vision, GridImages)
+    assert (vision.placeholder, vision.pieces(448, 448)) == (100295, (256,))
+
+
+@pytest.mark.parametrize(
+    ("tower", "recipe", "complaint"),
+    [
+        ({"num_attention_heads": 16}, {}, "not a multiple of four times"),
+        ({"image_size": 24}, {}, "position_embedding.weight is"),
+        ({}, {"patch_size": 14}, "makes patches of 14 pixels"),
+        ({}, {"do_resize": False}, "do_resize = false"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    tower: dict[str, Any], recipe: dict[str, Any], complaint: str, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    change_config(tmp_path, vision_config=config["vision_config"] | tower)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**OCR_PROCESSOR, **recipe}))
+    with pytest.raises(ConfigError, match=complaint):
+        opened(tmp_path)
