@@ -251,8 +251,9 @@ def test_a_worker_far_below_a_live_leader_does_not_show_that_it_was_forged() -> 
     stage = Stage()
     leader = lead(stage, 2**32 + 4)
     worker_obeyed(stage, 3)
-    stage.pass_s(10)
-    assert stage.leader.term is None
+    for _ in range(8):
+        stage.pass_s(0.5)
+        assert stage.leader.term is None
     leader.silent = True
     stage.pass_s(3)
     assert stage.leader.term is not None
