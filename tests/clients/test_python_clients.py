@@ -20,16 +20,15 @@ ENDED = (b"event: response.completed", b"event: response.incomplete")
 """The stack's limit of an answer may cut it, which is an end, and no error."""
 PROGRAMS = Path(__file__).parent / "python"
 MEASURED = "it has 21 degrees"
-QUIET = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_TELEMETRY": "False",
-    "OTEL_SDK_DISABLED": "true",
-}
+QUIET = {"OTEL_SDK_DISABLED": "true"}
+LONG = "with_semantic_kernel"
+"""The program that only the long run has an environment for."""
 
 
 def program(name: str, url: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of one of the programs beside this file, and its environment."""
-    words = [str(python_of("agents")), str(PROGRAMS / f"{name}.py")]
+    python = python_of("long" if name == LONG else "agents")
+    words = [str(python), str(PROGRAMS / f"{name}.py")]
     return [*words, f"{url}/v1", MODEL, *arguments], QUIET
 
 
@@ -59,6 +58,7 @@ def test_openai_agents_call_a_tool_and_return_their_output_type(
     assert json.loads(output) == {"city": "Oslo", "degrees": 21}
 
 
+@pytest.mark.long
 def test_semantic_kernel_calls_a_function_by_itself(
     scripted: ScriptedStack, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def test_semantic_kernel_calls_a_function_by_itself(
         (MEASURED, "It has 21 degrees in Oslo."),
         ("", thinking_call("thermometer-measure", {"city": "Oslo"})),
     )
-    answer = run_program("with_semantic_kernel", scripted, tmp_path)
+    answer = run_program(LONG, scripted, tmp_path)
     assert answer == "It has 21 degrees in Oslo."
 
 
@@ -77,7 +77,7 @@ def test_semantic_kernel_calls_a_function_by_itself(
         ("with_instructor", (), "/v1/responses", (b'"error":null',)),
         ("with_openai_agents", ("responses",), "/v1/responses", ENDED),
         ("with_openai_agents", ("chat",), "/v1/chat/completions", (b"data: [DONE]",)),
-        ("with_semantic_kernel", (), "/v1/chat/completions", (b'"finish_reason":"',)),
+        (LONG, (), "/v1/chat/completions", (b'"finish_reason":"',)),
     ],
 )
 async def test_python_client_is_answered_in_time_by_the_embedded_model(

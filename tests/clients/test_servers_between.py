@@ -1,6 +1,6 @@
-"""Servers between a client and the gateway: litellm's proxy and, in the long run, Open WebUI.
+"""Servers between a client and the gateway, in the long run: litellm's proxy and Open WebUI.
 
-Installing Open WebUI takes minutes, and its two APIs are those of other clients here.
+Installing them takes minutes, and their APIs are those of other clients here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.system.stack import Stack
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(900)]
 
 KEY = "sk-proxy"
 MEASURED = "it has 21 degrees"
@@ -42,7 +42,7 @@ def litellm_proxy(url: str, folder: Path) -> Iterator[str]:
     models = [{"model_name": "proxied", "litellm_params": parameters}]
     (folder / "config.yaml").write_text(json.dumps({"model_list": models}))
     port = free_port("127.0.0.1")
-    program = str(python_of("agents").parent / "litellm")
+    program = str(python_of("long").parent / "litellm")
     with serving_on_loopback(
         [program, "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
         folder=folder,
@@ -105,7 +105,6 @@ def test_litellm_proxy_passes_a_response_with_encrypted_reasoning_on(
     assert second.output_text == ANSWER
 
 
-@pytest.mark.long
 async def test_litellm_proxy_is_answered_in_time_by_the_embedded_model(
     engine: Stack, tmp_path: Path
 ) -> None:
@@ -210,14 +209,12 @@ async def signed_in(request: pytest.FixtureRequest, open_webui: str) -> AsyncIte
         yield page
 
 
-@pytest.mark.long
 async def test_open_webui_streams_a_chat(scripted: ScriptedStack, signed_in: WebUi) -> None:
     scripted.script(("", ABOUT_OSLO))
     deltas = await signed_in.chat(messages=[{"role": "user", "content": "What is Oslo like?"}])
     assert "".join(delta.get("content") or "" for delta in deltas) == ABOUT_OSLO
 
 
-@pytest.mark.long
 async def test_open_webui_streams_a_call(scripted: ScriptedStack, signed_in: WebUi) -> None:
     scripted.script(("", call("measure", {"city": "Oslo"})))
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -229,7 +226,6 @@ async def test_open_webui_streams_a_call(scripted: ScriptedStack, signed_in: Web
     assert json.loads("".join(part.get("arguments") or "" for part in calls)) == {"city": "Oslo"}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("api", "path"), [("openai", "/v1/chat/completions"), ("ollama", "/api/chat")]
 )
