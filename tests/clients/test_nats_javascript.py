@@ -251,6 +251,7 @@ async def test_lost_messages_are_healed(
         assert output.content == expected[kind], kind
 
 
+@pytest.mark.long  # the gateway's part of it is tested with the client in Python, too
 async def test_responses_survive_a_lost_connection(
     stack: Stack, other: str, tmp_path: Path
 ) -> None:

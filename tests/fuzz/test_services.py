@@ -43,7 +43,7 @@ SETTINGS = msgspec.structs.replace(
 
 @pytest.mark.system
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_services_survive_hostile_messages_and_serve_after_them(seed: int) -> None:
     broker = MemoryBroker()
     async with AsyncExitStack() as stack:

@@ -24,7 +24,12 @@ COUNT = "Count from 1 to 9."
 
 
 @pytest.fixture(
-    scope="module", params=[("int8", "fp8_e4m3"), ("int8_dynamic", "fp8_e5m2")], ids=str
+    scope="module",
+    params=[
+        ("int8", "fp8_e4m3"),
+        pytest.param(("int8_dynamic", "fp8_e5m2"), marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def rounded(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Stack]]:
     linear, dtype = request.param

@@ -155,8 +155,10 @@ FAMILIES = {
         mutant=frames,
     ),
 }
-LONG = ("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl")
-"""Those whose tiles and rows other tests compare, below the services that are the same for all."""
+LONG = ("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl")
+"""Those whose tiles and rows other tests compare, below the services that are the same for all.
+
+Qwen3-VL sees videos through the services, too."""
 CUT = ("smolvlm", "internvl", "llama4", "llava-next")
 """Those that cut images to tiles: of low detail they are one."""
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 ENCODERS = ("encoder-0", "encoder-1")
-MALFORMED = 2000
 QUESTION = "Which of the two is larger, and what is the colour of the sky above them, if any?"
 
 
@@ -368,8 +367,9 @@ def broken(preprocess: Callable[[bytes], object]) -> Iterator[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of what it repairs
-async def test_malformed_images_are_400s_and_leave_nothing(seeing: Seeing) -> None:
-    images = [*itertools.islice(broken(seeing.preprocess), MALFORMED)]
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.long)])
+async def test_malformed_images_are_400s_and_leave_nothing(seeing: Seeing, count: int) -> None:
+    images = [*itertools.islice(broken(seeing.preprocess), count)]
     before = seeing.worked()
     slots = asyncio.Semaphore(32)
 
@@ -386,7 +386,7 @@ async def test_malformed_images_are_400s_and_leave_nothing(seeing: Seeing) -> No
         replies = Counter(await asyncio.gather(*map(send, images)))
     assert replies == {(400, "messages[0].content[0].image_url", ""): len(images)}
     calls, embedded = seeing.worked()
-    assert calls > before[0] + MALFORMED / 4, "headers alone gave them away"
+    assert calls > before[0] + count / 4, "headers alone gave them away"
     assert embedded == before[1]
     await asyncio.to_thread(
         wait_until, lambda: seeing.metric("gateway-0", "media_bytes") == 0, 10, "no bytes are held"

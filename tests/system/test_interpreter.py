@@ -81,7 +81,8 @@ def on_cpu() -> tuple[Any, Any]:
     "flags",
     [
         pytest.param(GRAPHS, id="overlapped", marks=pytest.mark.long),
-        pytest.param((*IN_TURN, *STORING), id="in turn"),
+        pytest.param(IN_TURN, id="in turn"),
+        pytest.param((*IN_TURN, *STORING), id="in turn, stored", marks=pytest.mark.long),
         pytest.param((*TWO_RANKS, *GRAPHS), id="two ranks"),
         pytest.param((*TWO_RANKS, *IN_TURN, *STORING), id="two in turn", marks=pytest.mark.long),
         pytest.param((*TWO_STAGES, *STORING), id="two stages", marks=pytest.mark.long),

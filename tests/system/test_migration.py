@@ -92,11 +92,10 @@ def undisturbed(stack: Stack) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     "victims",
     [
-        ("worker-0",),
-        ("detokenizer-0",),
-        ("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0"),
+        pytest.param(("worker-0",), id="worker", marks=pytest.mark.long),
+        pytest.param(("detokenizer-0",), id="detokenizer", marks=pytest.mark.long),
+        pytest.param(("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0"), id="host"),
     ],
-    ids=["worker", "detokenizer", "host"],
 )
 def test_streams_survive_the_processes_that_serve_them(
     stack: Stack, undisturbed: list[tuple[object, ...]], victims: tuple[str, ...]

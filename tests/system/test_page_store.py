@@ -243,7 +243,9 @@ def test_node_that_is_killed_while_it_stores_keeps_what_it_has_stored(
     assert after[-1][1] == 6 * BLOCK
 
 
-@pytest.fixture(scope="module", params=["--tp-size", "--pp-size"])
+@pytest.fixture(
+    scope="module", params=["--tp-size", pytest.param("--pp-size", marks=pytest.mark.long)]
+)
 def ranked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stack, Path]]:

@@ -25,11 +25,11 @@ LAYOUTS = {
     "--tp-size 2 --dp-size 2 --enable-dp-attention": "2 attention groups: batching.running_max",
 }
 """What the log says of a worker with two ranks, two stages, or two attention groups."""
-STOPPED = [
+LOST = [
     pytest.param(layout, marks=() if layout == TWO_RANKS else pytest.mark.long)
     for layout in LAYOUTS
 ]
-"""What takes longest is done with two ranks in every run, and with the others in a long one."""
+"""Layouts whose rank is lost: two ranks in every run, the others in a long one."""
 VERDICTS_S = {signal.SIGKILL: 0.5, signal.SIGSTOP: 4.0}
 """How long it takes to notice: the end of a connection, or twelve missed beats of a quarter second
 and the one under way."""
@@ -111,11 +111,12 @@ def generation(stack: Stack) -> Iterator[list[str]]:
     thread.join()
 
 
+@pytest.mark.parametrize("stack", LOST, indirect=True)
 def test_a_rank_that_is_killed_in_load_ends_the_worker(stack: Stack, generation: list[str]) -> None:
     lose_a_rank(stack, generation, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stack", STOPPED, indirect=True)
+@pytest.mark.parametrize("stack", LOST, indirect=True)
 def test_a_rank_that_stands_still_in_load_ends_the_worker(
     stack: Stack, generation: list[str]
 ) -> None:
@@ -147,7 +148,7 @@ def lose_a_rank(stack: Stack, generation: list[str], number: signal.Signals) -> 
         pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("stack", STOPPED, indirect=True)
+@pytest.mark.parametrize("stack", LOST, indirect=True)
 def test_a_rank_that_is_lost_at_the_start_ends_the_worker(
     stack: Stack, number: signal.Signals
 ) -> None:
