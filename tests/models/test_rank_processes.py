@@ -71,13 +71,18 @@ def settings(parallel: ParallelConfig, **model: object) -> Settings:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "said", "nodes"),
     [
-        ({"tp_size": 2}, "ranks:2"),
-        ({"pp_size": 2}, "stages:2"),
-        ({"tp_size": 2, "attn_dp_size": 2}, "ranks:2,attention groups:2"),
+        ({"tp_size": 2}, "ranks:2", 2),
+        ({"pp_size": 2}, "stages:2", 1),
+        ({"tp_size": 2, "attn_dp_size": 2}, "ranks:2,attention groups:2", 1),
+        pytest.param({"tp_size": 2}, "ranks:2", 1, marks=pytest.mark.long),
+        pytest.param({"pp_size": 2}, "stages:2", 2, marks=pytest.mark.long),
+        pytest.param(
+            *({"tp_size": 2, "attn_dp_size": 2}, "ranks:2,attention groups:2", 2),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_worker_of_two_ranks_answers_as_one_process(
@@ -94,8 +99,15 @@ def test_a_worker_of_two_ranks_answers_as_one_process(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("overlapped", [False, True], ids=["in turn", "overlapped"])
-@pytest.mark.parametrize("algorithm", ["standalone", "eagle3"])
+@pytest.mark.parametrize(
+    ("algorithm", "overlapped"),
+    [
+        ("standalone", True),
+        ("eagle3", False),
+        pytest.param("standalone", False, marks=pytest.mark.long),
+        pytest.param("eagle3", True, marks=pytest.mark.long),
+    ],
+)
 def test_drafts_of_two_ranks_change_nothing(
     tmp_path: Path, algorithm: Literal["standalone", "eagle3"], overlapped: bool
 ) -> None:

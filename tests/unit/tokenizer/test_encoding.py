@@ -157,8 +157,17 @@ def test_bug_with_one_text_is_raised_to_its_caller_only(
     assert record.exc_info[0] is MemoryError
 
 
-@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "messages"])
-@pytest.mark.parametrize(("indent", "every"), [("", True), ("indent=2", False)])
+@pytest.mark.parametrize(
+    ("field", "indent", "every"),
+    [
+        ("tools", "", True),
+        ("chat_template_kwargs", "indent=2", False),
+        ("messages", "indent=2", False),
+        pytest.param("tools", "indent=2", False, marks=pytest.mark.long),
+        pytest.param("chat_template_kwargs", "", True, marks=pytest.mark.long),
+        pytest.param("messages", "", True, marks=pytest.mark.long),
+    ],
+)
 def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
     folder: Path, field: str, indent: str, every: bool
 ):
