@@ -46,8 +46,8 @@ def main() -> int:
             with ThreadPoolExecutor(1) as beside:  # compiling them needs nothing else
                 kernels = beside.submit(build_kernels)
                 install_packages()
+                compile_packages()
                 kernels.result()
-            compile_packages()
             STAMP.write_text(wanted(), encoding="utf-8")
         build_kernels()
         find_nats()

@@ -77,7 +77,8 @@ def build() -> Path:
     compiler = _compiler()
     CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(partial(_compile, compiler), _units()))
+        # Those of instruction sets, which take longest, are among the last and begun first.
+        objects = list(pool.map(partial(_compile, compiler), reversed(_units())))[::-1]
     link = [compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{TORCH / 'lib'}"]
     libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
     _produce([*link, *libraries], built)
