@@ -11,7 +11,7 @@ from antiphon.kernels.op import REGISTRY
 from antiphon.kernels.ops import select  # registers all operations
 
 FOLDER = Path(__file__).parent / "interpreted"
-COSTLY = "mutants and (attention or latent or split or page or sampling or experts or expert_tiles)"
+COSTLY = "mutants and (attention or expert or latent or page or recurrent or sampling or split)"
 
 
 @pytest.mark.timeout(300)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -335,7 +336,29 @@ def plain(bench: Bench) -> list[Output]:
     return bench.run(EVERY, MODES["all at once"])
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+OFTEN = {
+    **dict.fromkeys(("llama", "falcon-h1"), tuple(MODES)),
+    **dict.fromkeys(
+        ("windows", "qwen3-next", "deepseek-v2", "gpt-oss"),
+        ("in chunks", "retracted and cached", "overlapped", "three ahead"),
+    ),
+}
+"""Modes that are run often of each model: all of one with pages alone and of one with states."""
+
+
+@pytest.mark.parametrize(
+    ("bench", "mode"),
+    [
+        pytest.param(
+            model,
+            mode,
+            id=f"{model}-{name}",
+            marks=() if name in OFTEN[model] else pytest.mark.long,
+        )
+        for model, (name, mode) in product(MODELS, MODES.items())
+    ],
+    indirect=["bench"],
+)
 def test_drafts_change_nothing_whichever_way_a_model_caches(
     bench: Bench, plain: list[Output], mode: Mode
 ) -> None:
@@ -387,7 +410,7 @@ def test_a_text_that_repeats_itself_is_foreseen(llama_bench: Bench, mode: str) -
 
 
 @pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 @pytest.mark.parametrize("drafter_of", [right, often_wrong])
 @pytest.mark.parametrize("mode", ["in chunks", "retracted and cached", "few slots and pages"])
 def test_in_deterministic_mode_drafts_change_no_bit(
