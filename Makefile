@@ -84,7 +84,7 @@ test-gpu: setup  ## Kernels, graphs, a model and rates on a GPU, stage by stage;
 
 test-faults: test-tools  ## Simulated worlds, killed services, and all faults under load: writes docs/reliability.md
 	$(BIN)/pytest -q tests/simulation tests/system/test_lives.py tests/system/test_migration.py tests/system/test_clocks.py -m "not gpu and not long"
-	$(BIN)/pytest -q tests/system/test_upgrade.py -m long
+	$(BIN)/pytest -q tests/system/test_upgrade.py tests/system/test_lives.py tests/system/test_migration.py -m long
 	$(BIN)/python -m tests.faults.matrix
 
 test-long: setup  ## Tests that take minutes

@@ -93,7 +93,14 @@ class Load:
         return sum(o == outcome for o, _ in self.outcomes)
 
 
-@pytest.mark.parametrize("victim", SERVICES)
+OFTEN = ("worker-0", "gateway-0", "encoder-0")
+"""Services that are killed in every run; tests/faults kills the others in every run, too."""
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in SERVICES],
+)
 def test_a_killed_service_is_started_again_and_everything_ends(stack: Stack, victim: str):
     wait_until(stack.healthy, 30, "healthy before the kill")
     with Load(stack, clients=4) as load:
@@ -167,7 +174,7 @@ def undisturbed(stack: Stack) -> list[str]:
     return read(stack)
 
 
-@pytest.mark.parametrize("pause_s", [4.0, 10.0])
+@pytest.mark.parametrize("pause_s", [pytest.param(4.0, marks=pytest.mark.long), 10.0])
 def test_streams_of_a_gateway_that_pauses_are_complete(
     stack: Stack, undisturbed: list[str], pause_s: float
 ):

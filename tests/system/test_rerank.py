@@ -124,6 +124,7 @@ def test_a_cross_encoder_neither_embeds_nor_generates(stack: Stack) -> None:
         assert "this model does not" in stack.refusal(path, body)
 
 
+@pytest.mark.long  # whether yes or no is likelier is the gateway's to ask, and tested there
 @torch.inference_mode()
 def test_a_decoder_says_how_much_likelier_yes_is_than_no(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "decoder")
