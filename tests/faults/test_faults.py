@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 CLIENTS = 12
-TOKENS = 128
-"""Half of what the page is measured with: what is lost or wrong shows in short answers, too."""
+TOKENS = 96
+"""Fewer than the page is measured with: what is lost or wrong shows in short answers, too."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
