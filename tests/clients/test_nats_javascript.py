@@ -225,7 +225,7 @@ def test_leaving_the_loop_cancels_the_request(stack: Stack, other: str, tmp_path
     wait_until(lambda: cancelled() == before + 3, 30, "three cancelled requests")
 
 
-@pytest.mark.parametrize("form", ["msgpack", "json"])
+@pytest.mark.parametrize("form", ["msgpack", pytest.param("json", marks=pytest.mark.long)])
 async def test_lost_messages_are_healed(
     stack: Stack, other: str, expected: dict[str, tuple[object, ...]], tmp_path: Path, form: str
 ) -> None:

@@ -91,7 +91,9 @@ def test_prefixes_that_were_evicted_come_back_from_storage(small: Stack) -> None
     wait_until(lambda: pages_in_use(small) == 0, 30, "no pages in use")
 
 
-@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "fate", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_lost_or_stopped_storage_is_a_miss(stack: Stack, fate: signal.Signals) -> None:
     prompt = [*PREFIX[: 8 * BLOCK], 11 + fate]
     ids, _ = answer(stack, prompt)
