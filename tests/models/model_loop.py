@@ -133,10 +133,10 @@ class ModelLoop:
         self.speculation = self.core.speculation
         self._step_core = _whole(self.cores)
         runner = runner or lead or model.runner
-        launcher = InTurn(runner)
-        if overlap:
-            own = runner if lead is None else lead.runner
-            launcher = InStream(own) if isinstance(own, StreamRunner) else ForwardThread(runner)
+        launcher = ForwardThread(runner) if overlap else InTurn(runner)
+        own = runner if lead is None else lead.runner
+        if isinstance(own, StreamRunner) and (overlap or lead is not None):
+            launcher = InStream(own)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0
         looped, mailbox = self._step_core, Mailbox(1)

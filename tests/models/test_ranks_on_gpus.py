@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.models.rank import HOST
-from tests.support.worker import decode_plan
+from tests.support.models import plan
+from tests.support.worker import decode_plan, ints, limits, page_group
 
+from antiphon import embedded
 from antiphon.config.parallel import ParallelConfig
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import InStream
-from antiphon.model_worker.batching.plan import DeviceLost, SamplingPart, StepOutcome
+from antiphon.model_worker.batching.plan import DeviceLost, Sampled, SamplingPart, StepOutcome
 from antiphon.model_worker.batching.plan_buffer import pack
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.ranks import groups
 from antiphon.model_worker.ranks.groups import RankGroups
 from antiphon.model_worker.ranks.layout import RankLayout, devices_of
-from antiphon.model_worker.ranks.protocol import FollowerRank, RankMessage
+from antiphon.model_worker.ranks.protocol import FollowerRank, LeadRank, RankMessage
+from antiphon.model_worker.startup.engine import Engine
 from antiphon.model_worker.startup.gpu import find_gpu
 from antiphon.service.startup import CannotStart
 
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
+    from antiphon.model_worker.runner.model_runner import SampleExchange
 
 LAYOUT = RankLayout(tp=2)
 
@@ -107,18 +116,18 @@ def test_too_few_gpus_are_counted(
 
 
 class Announcements:
-    """What rank 0 sends, which agrees with everything."""
+    """What rank 0 sends, and another rank receives afterwards; both agree with everything."""
 
     rank = 1
 
     def __init__(self, *messages: RankMessage) -> None:
-        self._messages = [*map(pack, messages)]
+        self._messages = deque(map(pack, messages))
 
     def send(self, message: bytearray) -> None:
-        raise AssertionError("rank 0 sends")
+        self._messages.append(message)
 
     def receive(self) -> bytearray:
-        return self._messages.pop(0)
+        return self._messages.popleft()
 
     def max(self, values: Longs) -> Longs:
         return values
@@ -169,3 +178,66 @@ def test_a_launch_that_fails_on_rank_0_is_the_last_one() -> None:
     """Sums of a later plan would meet those of this one on other ranks."""
     with pytest.raises(DeviceLost, match="out of memory"):
         InStream(FullDevice()).launch(decode_plan(2, 1, 5))
+
+
+class NotingFlight:
+    """A plan that has sampled one token, and may have collectives behind it."""
+
+    error = None
+
+    def __init__(self, device: NotingDevice, step: int) -> None:
+        self._device, self._step = device, step
+
+    def sample(self, part: SamplingPart) -> None:
+        raise AssertionError("plans have their parts")
+
+    def outcome(self) -> StepOutcome:
+        shared = self._device.exchange.share(self._step, lambda: Sampled(ints(7)))
+        self._device.calls.append(("read", self._step))
+        none = np.zeros(1, np.int32)
+        return StepOutcome(
+            step=self._step, starts=ints(0, 1), token_ids=shared.tokens, status=none, computed=none
+        )
+
+    def drafts(self) -> Ints:
+        raise AssertionError("there are none")
+
+
+class NotingDevice(FullDevice):
+    """The runner of a rank, which notes what it launches and whose outcome it reads."""
+
+    def __init__(self, exchange: SampleExchange) -> None:
+        self.exchange = exchange
+        self.calls: list[tuple[str, int]] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.calls.append(("launched", plan.step))
+        return NotingFlight(self, plan.step)
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        return self.launch(plan).outcome()
+
+
+def test_ranks_launch_and_read_in_one_order_in_turn_too() -> None:
+    """A step of stages is announced before the one before it is read, which may sum, too."""
+    sent = Announcements()
+    lead, follower = LeadRank(sent), FollowerRank(sent)
+    first, other = NotingDevice(lead), NotingDevice(follower)
+    lead.use(first)
+    resolved = plan(embedded.path(), device="interpreter")
+    core = EngineCore(limits(flights=2), CachePools([page_group(10)]))
+    engine = Engine(core, lead, resolved, lead=lead)
+    launcher, flights = engine.in_turn(), deque[Any]()
+    for step in (1, 2, 3):
+        flights.append(launcher.launch(msgspec.structs.replace(decode_plan(1, 1, 5), step=step)))
+        if len(flights) > engine.ahead:
+            flights.popleft().outcome()
+    flights.popleft().outcome()
+    lead.end()
+    follower.receive(other)
+    follower.compute(other)
+    assert first.calls == other.calls
+    assert other.calls == [
+        *(("launched", 1), ("launched", 2), ("read", 1)),
+        *(("launched", 3), ("read", 2), ("read", 3)),
+    ]

@@ -21,7 +21,7 @@ from antiphon.model_card.vision import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.flights import ForwardThread, InStream, InTurn
+from antiphon.model_worker.batching.flights import ForwardThread, InStream, InTurn, StreamRunner
 from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.events import BlockTracker
@@ -122,7 +122,14 @@ class Engine:
         return max(sizes, default=0)
 
     def in_turn(self) -> Launcher:
-        """A launcher that computes plans when their outcomes are read."""
+        """A launcher that computes plans when their outcomes are read.
+
+        Of several ranks on devices it computes them at once: the others launch what is announced.
+        If rank 0 launched it later, between reading two outcomes, its collectives would meet others
+        of theirs.
+        """
+        if self.on_gpu and self.lead is not None:
+            return self.overlapped()
         return self._ranked(InTurn(self.runner))
 
     def in_thread(self, *, shared: bool = False) -> Launcher:
@@ -145,10 +152,8 @@ class Engine:
         """A launcher that computes plans while the loop makes the next ones."""
         if not self.on_gpu:
             return self.in_thread()
-        from antiphon.model_worker.runner.device_runner import DeviceRunner  # noqa: PLC0415 (see `host_device`)
-
         runner = self.runner if self.lead is None else self.lead.runner
-        assert isinstance(runner, DeviceRunner), "the runner of a device"
+        assert isinstance(runner, StreamRunner), "the runner of a device"
         return self._ranked(InStream(runner))
 
     def _ranked(self, launcher: Launcher) -> Launcher:
