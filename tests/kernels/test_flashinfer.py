@@ -125,12 +125,12 @@ def test_layers_that_attend_alike_are_planned_once(monkeypatch: pytest.MonkeyPat
 
 def test_captured_steps_of_all_sizes_read_one_memory() -> None:
     """They are planned one after the other, the largest first."""
-    way = attention.Way(a_shape(), None, 1.0, torch.float32, torch.device("cpu"))
+    params = attention.PlanParams(a_shape(), None, 1.0, torch.float32, torch.device("cpu"))
     addresses: list[list[int]] = []
     for size in (4, 2):
         ones = np.ones(size, np.int32)
-        rows = AttentionMetadata(way.shape, ones[:, None], ones, ones, pages_max=8)
-        memory = attention._Captured(way, rows)._memory
+        rows = AttentionMetadata(params.shape, ones[:, None], ones, ones, pages_max=8)
+        memory = attention._Captured(params, rows)._memory
         assert [len(each) for each in memory] == [size + 1, 8 * size, size]
         addresses.append([each.data_ptr() for each in memory])
     assert addresses[0] == addresses[1]

@@ -229,11 +229,11 @@ PLANNING_MUTANTS = [
     ("weakref.finalize(self, free.append, wrapper)", "free.append(wrapper)"),
     ("rows.planners.append(self._plan_again)", "pass"),
     (
-        "_decode_wrapper(self._way.device, self._memory)",
-        "_decode_wrapper(self._way.device, [each.clone() for each in self._memory])",
+        "_decode_wrapper(self._params.device, self._memory)",
+        "_decode_wrapper(self._params.device, [each.clone() for each in self._memory])",
     ),
     (
-        "int_workspace_buffer=_plan_memory(self._way)",
+        "int_workspace_buffer=_plan_memory(self._params)",
         "int_workspace_buffer=torch.zeros(PLAN_BYTES, dtype=torch.uint8)",
     ),
 ]

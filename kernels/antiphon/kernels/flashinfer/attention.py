@@ -24,7 +24,6 @@ import torch
 
 from antiphon.kernels.flashinfer.backend import PACKAGE, prefill_kernels
 from antiphon.kernels.kv import UNSCALED, KvScales
-from antiphon.kernels.triton.rows import check_pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +52,7 @@ class Wrapper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PlanParams:
     """What layers have in common whose attention is planned once."""
 
     shape: KvShape
@@ -98,7 +97,6 @@ class RowPages(NamedTuple):
         """
         table, query_len, kv_len = rows.page_table, rows.query_len, rows.kv_len
         size, window = rows.shape.page_tokens, rows.shape.window
-        check_pages(table, query_len, kv_len, size, window)
         first = np.zeros_like(kv_len)
         if window is not None:
             first = np.maximum(kv_len - query_len + 1 - window, 0) // size
@@ -107,7 +105,10 @@ class RowPages(NamedTuple):
         np.cumsum(counts, out=starts[1:])
         row = np.repeat(np.arange(len(kv_len)), counts)
         column = np.arange(len(row)) - np.repeat(starts[:-1] - first, counts)
-        return cls(starts, table[row, column], kv_len - (first + counts - 1) * size)
+        inside = (column < table.shape[1]).all()
+        if not inside or (pages := table[row, column]).min(initial=0) < 0:
+            raise RuntimeError("a row reads or writes a token that has no page")
+        return cls(starts, pages, kv_len - (first + counts - 1) * size)
 
 
 def paged_attention(
@@ -125,11 +126,11 @@ def paged_attention(
     out = torch.empty_like(q)
     if not len(q):
         return out
-    way = Way(rows.shape, softcap, scale, keys.dtype, q.device)
-    plan = rows.plans.get(way)
+    params = PlanParams(rows.shape, softcap, scale, keys.dtype, q.device)
+    plan = rows.plans.get(params)
     if plan is None:
-        plan = _plan(way, rows) if rows.pages_max is None else _Captured(way, rows)
-        rows.plans[way] = plan
+        plan = _plan(params, rows) if rows.pages_max is None else _Captured(params, rows)
+        rows.plans[params] = plan
     assert isinstance(plan, _Lease | _Captured), "planned here"
     size = rows.shape.page_tokens
     made = plan.wrapper.run(
@@ -156,15 +157,15 @@ class _Lease:
         weakref.finalize(self, free.append, wrapper)
 
 
-def _plan(way: Way, rows: AttentionMetadata) -> _Lease:
+def _plan(params: PlanParams, rows: AttentionMetadata) -> _Lease:
     """Plan the rows of one pass."""
-    pages, device = RowPages.of(rows), way.device
+    pages, device = RowPages.of(rows), params.device
     if (rows.query_len == 1).all():
         free = _free_wrappers(device, None)
         wrapper = free.pop() if free else _decode_wrapper(device)
-        _plan_decode(wrapper, way, rows, pages)
+        _plan_decode(wrapper, params, rows, pages)
         return _Lease(wrapper, free)
-    kernels = prefill_kernels(_sm(device), way.shape.dtype, way.cache_dtype)
+    kernels = prefill_kernels(_sm(device), params.shape.dtype, params.cache_dtype)
     free = _free_wrappers(device, kernels)
     wrapper = free.pop() if free else _prefill_wrapper(device, kernels)
     starts = np.zeros(len(rows.query_len) + 1, np.int32)
@@ -174,10 +175,10 @@ def _plan(way: Way, rows: AttentionMetadata) -> _Lease:
         paged_kv_indptr=_on_host(pages.starts, device),
         paged_kv_indices=rows.upload(pages.pages),
         paged_kv_last_page_len=_on_host(pages.last_tokens, device),
-        head_dim_qk=way.shape.head_size,
-        head_dim_vo=way.shape.head_size,
+        head_dim_qk=params.shape.head_size,
+        head_dim_vo=params.shape.head_size,
         causal=True,
-        **way.plan_arguments,
+        **params.plan_arguments,
     )
     return _Lease(wrapper, free)
 
@@ -188,37 +189,39 @@ class _Captured:
     That of steps of all sizes is the same, since a step is planned just before it is replayed.
     """
 
-    def __init__(self, way: Way, rows: AttentionMetadata) -> None:
+    def __init__(self, params: PlanParams, rows: AttentionMetadata) -> None:
         assert rows.pages_max is not None, "a captured step"
-        self._way, size = way, len(rows.kv_len)
+        self._params, size = params, len(rows.kv_len)
         counts = size + 1, size * rows.pages_max, size
-        self._memory = [_graph_memory(way, place, count) for place, count in enumerate(counts)]
+        self._memory = [_graph_memory(params, place, count) for place, count in enumerate(counts)]
         self._free: list[Wrapper] = []
         self.wrapper = self._make()
-        _plan_decode(self.wrapper, way, rows, RowPages.of(rows))
+        _plan_decode(self.wrapper, params, rows, RowPages.of(rows))
         rows.planners.append(self._plan_again)
 
     def _plan_again(self, rows: AttentionMetadata, owner: AttentionMetadata) -> None:
         wrapper = self._free.pop() if self._free else self._make()
-        _plan_decode(wrapper, self._way, rows, RowPages.of(rows))
+        _plan_decode(wrapper, self._params, rows, RowPages.of(rows))
         owner.plans[self] = _Lease(wrapper, self._free)
 
     def _make(self) -> Wrapper:
-        wrapper = _decode_wrapper(self._way.device, self._memory)
+        wrapper = _decode_wrapper(self._params.device, self._memory)
         wrapper.reset_workspace_buffer(
-            float_workspace_buffer=_workspace(self._way.device),
-            int_workspace_buffer=_plan_memory(self._way),
+            float_workspace_buffer=_workspace(self._params.device),
+            int_workspace_buffer=_plan_memory(self._params),
         )
         return wrapper
 
 
-def _plan_decode(wrapper: Wrapper, way: Way, rows: AttentionMetadata, pages: RowPages) -> None:
+def _plan_decode(
+    wrapper: Wrapper, params: PlanParams, rows: AttentionMetadata, pages: RowPages
+) -> None:
     wrapper.plan(
-        indptr=_on_host(pages.starts, way.device),
+        indptr=_on_host(pages.starts, params.device),
         indices=rows.upload(pages.pages),
-        last_page_len=_on_host(pages.last_tokens, way.device),
-        head_dim=way.shape.head_size,
-        **way.plan_arguments,
+        last_page_len=_on_host(pages.last_tokens, params.device),
+        head_dim=params.shape.head_size,
+        **params.plan_arguments,
     )
 
 
@@ -261,22 +264,22 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-_GRAPH_MEMORY: dict[tuple[Way, int], Tensor] = {}
+_GRAPH_MEMORY: dict[tuple[PlanParams, int], Tensor] = {}
 
 
-def _graph_memory(way: Way, place: int, count: int) -> Tensor:
+def _graph_memory(params: PlanParams, place: int, count: int) -> Tensor:
     """The first numbers of those that graphs of all sizes read; a larger graph gets others."""
-    found = _GRAPH_MEMORY.get((way, place))
+    found = _GRAPH_MEMORY.get((params, place))
     if found is None or len(found) < count:
-        found = torch.zeros(count, dtype=torch.int32, device=way.device)
-        _GRAPH_MEMORY[way, place] = found
+        found = torch.zeros(count, dtype=torch.int32, device=params.device)
+        _GRAPH_MEMORY[params, place] = found
     return found[:count]
 
 
 @cache
-def _plan_memory(way: Way) -> Tensor:
+def _plan_memory(params: PlanParams) -> Tensor:
     """What graphs of all sizes read of the plan of the step that is replayed."""
-    return torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=way.device)
+    return torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=params.device)
 
 
 @cache
