@@ -84,7 +84,7 @@ class Graph(NamedTuple):
 
     Attributes:
         replay: Launches all of them, and makes the calls between them. Inside `launching`.
-        size_bytes: Memory that was allocated for them.
+        size_bytes: Memory that was allocated for them, and on a GPU for workspaces that they read.
     """
 
     replay: Callable[[], None]
@@ -124,10 +124,11 @@ class CudaStream:
 
     def capture(self, run: Callable[[Cut], None]) -> Graph:
         with self.launching():
-            run(lambda call: call())  # compiles kernels, and gives libraries their workspaces
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()  # as each capture does, which must not count
             before = torch.cuda.memory_reserved()
+            run(lambda call: call())  # compiles kernels, and gives libraries their workspaces
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             pieces = _CudaPieces(self._pool)
             with pieces.capturing():

@@ -197,8 +197,9 @@ def test_what_a_gpu_computes_while_the_host_reads_is_waited_for(
 
 
 def test_a_gpu_replays_pieces_and_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pieces have one pool of memory."""
+    """All pieces have one pool of memory, which counts, and so do workspaces of libraries."""
     done: list[str] = []
+    reserved: dict[str, int] = {}
 
     class FakeGraph:
         def __init__(self) -> None:
@@ -213,20 +214,26 @@ def test_a_gpu_replays_pieces_and_calls_in_turn(monkeypatch: pytest.MonkeyPatch)
         before = len(done)
         yield
         graph.calls = done[before:]
+        reserved["pool"] = 5
 
     def run(cut: Cut) -> None:
+        reserved["workspace"] = 100
         done.append("first")
         cut(lambda: done.append("call"))
         done.append("second")
 
     fakes: dict[str, Any] = {"CUDAGraph": FakeGraph, "graph": capturing}
-    fakes |= {"graph_pool_handle": lambda: "pool", "memory_reserved": lambda: 0}
+    fakes |= {
+        "graph_pool_handle": lambda: "pool",
+        "memory_reserved": lambda: sum(reserved.values()),
+    }
     fakes |= dict.fromkeys(("synchronize", "empty_cache"), lambda: None)
     fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     graph = CudaStream(torch.device("cuda")).capture(run)
     assert done == ["first", "call", "second", "first", "second"]  # nothing is called in between
+    assert graph.size_bytes == 105
     done.clear()
     graph.replay()
     assert done == ["first", "call", "second"]
