@@ -318,6 +318,7 @@ def _over_network(
             TensorLink(group, ranks.rank(other, member)) if 0 <= other < ranks.pp else None
             for other in (stage - 1, stage + 1)
         )
+        _connect_stages(before, after, CPU if tensors is gloo else device)
         pipeline = Pipeline(stage, ranks.pp, before, after)
     return RankGroups(
         tensor,
@@ -373,6 +374,16 @@ def _connect(made: object, device: str) -> RankGroup:
     one.item()  # waits for a GPU
     group._set_default_timeout(_IDLE_TIMEOUT)  # noqa: SLF001
     return group
+
+
+def _connect_stages(before: TensorLink | None, after: TensorLink | None, device: str) -> None:
+    """Make the connections of neighbouring stages, which NCCL makes for the first number sent."""
+    one = torch.ones(1, device=device)
+    if before is not None:
+        before.receive(one)
+    if after is not None:
+        after.send(one)
+    one.item()  # waits for a GPU
 
 
 def _own_address(host: str, port: int) -> str:
