@@ -121,7 +121,13 @@ class DeviceRunner(ModelRunner):
         return [*memories]
 
     def check(self, plan: StepPlan) -> StepPlan:
-        """The plan to launch; what a pass needs is built then. See `ModelRunner.check`."""
+        """Fill in what is kept by slot, and refuse what a device lacks  ->  the plan to launch.
+
+        Called in the order of plans. What a pass needs is built when it is launched.
+
+        Raises:
+            PlanRefused: The plan uses what this runner does not support.
+        """
         self._by_slot[plan.step] = not plan.page_tables
         plan = self._tables.fill(plan)  # later plans rely on its changes, even if it is refused
         if plan.draft_counts is not None or plan.pooling is not None:
