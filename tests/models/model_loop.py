@@ -227,23 +227,27 @@ class PoolingEngine:
         pages: int = 512,
         linear: str = LINEAR,
         deterministic: bool = False,
+        device: str = "cpu",
+        overlap: bool = False,
     ) -> None:
         card = read_card(folder)
         pooling = read_pooling(folder, card, embedding=True)
         assert pooling is not None
         self.pooling, self.causal = pooling, card.causal
-        model = open_model(
+        self.model = model = open_model(
             folder,
             page_tokens=4,
             pages=pages,
             dtype="float32",
             linear=linear,
             deterministic=deterministic,
+            device=device,
             pooling=pooling,
         )
         self._loop = ModelLoop(
             model,
             tree=pooling.mode is PoolMode.LAST and card.causal,
+            overlap=overlap,
             step_tokens_max=512,
             chunk_tokens=chunk if card.causal else None,
             running_max=batch,

@@ -123,9 +123,9 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-Models that only pool, expert parallelism, data-parallel attention, draft models, the modules of
-transformers; with latent attention also a KV cache of 8 bits, and deterministic inference with
-latent attention or several ranks.
+Bidirectional attention (BERT and its like), expert parallelism, data-parallel attention, draft
+models, the modules of transformers; with latent attention also a KV cache of 8 bits, and
+deterministic inference with latent attention or several ranks.
 
 ## Ranks
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tests.system.stack import run_antiphon, serving, wait_until
 from tests.system.test_ranks import END_S, ranks_of
@@ -129,6 +130,18 @@ def test_flashinfer_generates_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch)
         ) as stack:
             assert answers(stack) == expected
             assert "attention.paged        flashinfer" in stack.log("worker-0")
+
+
+@pytest.mark.long
+def test_vectors_are_those_of_the_cpu() -> None:
+    found: list[Any] = []
+    for device in ("cpu", "interpreter"):
+        with serving("--is-embedding", "--device", device, "--dtype", "float32") as stack:
+            answer = stack.post("/v1/embeddings", {"model": "default", "input": [*PROMPTS]}, 300)
+            found.append(np.array([each["embedding"] for each in answer["data"]]))
+            assert ("attention.paged        triton" in stack.log("worker-0")) == bool(found[1:])
+    assert found[0].shape == found[1].shape
+    assert np.abs(found[1] - found[0]).max() < 1e-4
 
 
 def test_a_gpu_that_is_not_there_is_named_in_one_line() -> None:

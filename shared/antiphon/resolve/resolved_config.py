@@ -183,7 +183,7 @@ def resolve(
     if layers.value == "transformers":
         card = card.with_full_heads()
     if device.kind != "cpu":
-        _check_gpu(settings, pooling, layers.value)
+        _check_gpu(settings, card, layers.value)
     if card.source_tokens:
         _check_cross(settings)
     backends = _backends(settings.model)
@@ -294,7 +294,7 @@ def resolve(
         stages=_stages(settings, device),
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
-        graph_sizes=_graphs(settings, device, running.value),
+        graph_sizes=_graphs(settings, device, pooling, running.value),
         prefill_graph_sizes=_prefill_graphs(settings, device, step.value),
         backends=backends,
     )
@@ -319,11 +319,11 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
         yield f"{prefix}{name}", shown or "none", decided.reason
 
 
-def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str) -> None:
+def _check_gpu(settings: Settings, card: ModelCard, implementation: str) -> None:
     """Refuse what only runs on the CPU, by the name of its setting."""
     said = f"model.device = {settings.model.device}"
     refused = {
-        "a model that pools": pooling is not None,
+        "bidirectional attention": not card.causal,
         "model.implementation = transformers": implementation == "transformers",
         "speculation.draft_model": bool(settings.speculation.draft_model),
         "parallel.ep_size": settings.parallel.ep_size > 1,
@@ -778,13 +778,15 @@ def _overlap(
 
 
 def _graphs(
-    settings: Settings, device: HostDevice, running_max: int
+    settings: Settings, device: HostDevice, pooling: Pooling | None, running_max: int
 ) -> ResolvedValue[tuple[int, ...]]:
     """Batch sizes of the decode steps that are captured, with their sums over ranks."""
     if not settings.batching.decode_graphs:
         return ResolvedValue((), "batching.decode_graphs")
     if (reason := _uncaptured(settings, device)) is not None:
         return ResolvedValue((), reason)
+    if pooling is not None:
+        return ResolvedValue((), "nothing is generated")
     sizes = _graph_sizes(settings.batching, running_max)
     if settings.parallel.ranks == 1:
         return sizes

@@ -16,7 +16,8 @@ import pytest
 import torch
 from tests.kernels.edits import Edit
 from tests.kernels.interpreted.drawn import SLOTS, DrawnDevice, DrawnStream
-from tests.models.model_loop import ModelLoop
+from tests.models import families
+from tests.models.model_loop import ModelLoop, PoolingEngine
 from tests.models.parity import save
 from tests.models.quantization.rows import BY_NAME as QUANTIZED
 from tests.models.quantization.rows import SHAPE, write
@@ -24,9 +25,10 @@ from tests.models.seeing_loop import SeeingLoop, medium
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
 from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
+from tests.models.test_pooling import sentence
 from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.test_steering import bias
-from tests.models.tiny import write_llama
+from tests.models.tiny import VOCABULARY, write_llama
 from tests.support.models import load, open_model
 from tests.support.worker import decode_plan, state
 
@@ -294,6 +296,49 @@ def test_chunks_of_prompts_have_logprobs_of_their_own(tmp_path: Path) -> None:
         found.append([token.logprob for token in loop.run([asked])[0].tokens])
     assert len(found[0]) > 17
     assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+LENGTHS = (3, 21, 10)
+"""Of prompts that are pooled: one of them in chunks."""
+
+
+def check_pooled(folder: Path, vocabulary: int, failing: Sequence[int] = ()) -> None:
+    """Prompts are pooled as on the CPU, chunk by chunk, while the next step is launched.
+
+    `failing` is a prompt that fails alone.
+    """
+    given: dict[str, Any] = {"chunk": 16, "pages": 64, "linear": "plain"}
+    random = np.random.default_rng(4)
+    asked = [random.integers(1, vocabulary, length).tolist() for length in LENGTHS]
+    expected = PoolingEngine(folder, **given).vectors_of(asked)
+    engine = PoolingEngine(folder, **given, device="interpreter", overlap=True)
+    assert isinstance(engine.model.runner, DeviceRunner)
+    assert engine.model.runner.capture_prefills(PREFILLS).sizes == PREFILLS
+    got = engine.vectors_of([failing, *asked] if failing else asked)
+    assert [*engine.errors] == ([0] if failing else [])
+    assert len(got) == len(expected)
+    for vector, wanted in zip(got, expected, strict=True):
+        assert vector == pytest.approx(wanted, abs=1e-4 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(
+    "mode", ["last", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("cls", "mean"))]
+)
+def test_prompts_are_pooled_on_a_device(mode: str, tmp_path: Path) -> None:
+    """And one that is not finite fails alone."""
+    source, folder = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    folder.mkdir()
+    write_llama(source, {"num_hidden_layers": 1, "tie_word_embeddings": False})
+    check_pooled(sentence(with_nan(source, folder, BAD), mode), VOCABULARY, [3, BAD, 4])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["Gemma2ForSequenceClassification", "Qwen3ForRewardModel", "Gemma3TextModel"]
+)
+def test_texts_are_scored_on_a_device(name: str, tmp_path: Path) -> None:
+    check_pooled(save(BY_NAME[name], tmp_path).folder, families.VOCABULARY)
 
 
 def in_a_line(image: Medium) -> Medium:

@@ -269,6 +269,19 @@ def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
     assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
 
 
+def test_a_gpu_pools_what_decoders_compute() -> None:
+    """And captures no decode steps for it."""
+    device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    settings = load(environ={"ANTIPHON_MODEL__DEVICE": "cuda"}).settings
+    card = PoolingCard(width=64)
+    pooling = Pooling(task=Task.EMBED, mode=PoolMode.LAST, normalize=True, card=card)
+    plan = resolve(settings, CARD, device, pooling)
+    assert plan.graph_sizes == ResolvedValue((), "nothing is generated")
+    reason = "model.device = cuda: bidirectional attention runs on cpu only"
+    with pytest.raises(ConfigError, match=reason):
+        resolve(settings, replace(CARD, causal=False), device, pooling)
+
+
 def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
     device = HostDevice(kind="cuda", cores=8, memory_bytes=80 * GIB, lacking="it is a GPU")
     said = {"model__device": "cuda:2", "parallel__tp_size": "2", "batching__running_max": "2"}

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.model_worker.batching.plan import (
     DeviceLost,
     Ints,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.kernels.stream import Download, Stream
     from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.cache.groups import CacheGroup
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.runner.graphs import Captured
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import SampleExchange
+    from antiphon.model_worker.runner.pooling import Pooler
 
 SLOTS, POSITIONS = 256, 1024
 """Of a runner that is not given their numbers."""
@@ -50,8 +51,8 @@ class DeviceRunner(ModelRunner):
     """Launches plans in their order; what a plan reads of the one before it stays on the device.
 
     The last token of each slot is a tensor there, which a plan's placeholders are resolved from.
-    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model and pool
-    nothing.
+    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model. Prompts
+    are pooled when the outcome is read, one by one as on the CPU.
 
     Of several ranks, which launch and conclude the same plans in one order, each samples; what rank
     0 has sampled counts. Its last tokens reach the others at the beginning of the next pass, and
@@ -65,6 +66,7 @@ class DeviceRunner(ModelRunner):
         stream: Stream,
         *,
         forced: dict[str, str] | None = None,
+        pooler: Pooler | None = None,
         slots: int = SLOTS,
         positions: int = POSITIONS,
         deterministic: bool = False,
@@ -75,6 +77,7 @@ class DeviceRunner(ModelRunner):
             groups,
             forced=forced,
             fused=False,
+            pooler=pooler,
             deterministic=deterministic,
             exchange=exchange,
         )
@@ -130,8 +133,10 @@ class DeviceRunner(ModelRunner):
         """
         self._by_slot[plan.step] = not plan.page_tables
         plan = self._tables.fill(plan)  # later plans rely on its changes, even if it is refused
-        if plan.draft_counts is not None or plan.pooling is not None:
-            raise PlanRefused(f"step {plan.step}: a device neither drafts nor pools")
+        if plan.draft_counts is not None:
+            raise PlanRefused(f"step {plan.step}: a device makes no drafts")
+        if plan.pooling is not None:
+            self._require_pooler(plan)
         if (most := int(plan.slot.max(initial=0))) >= len(self._last):
             raise PlanRefused(f"step {plan.step}: slot {most}, of {len(self._last)}")
         return plan
@@ -197,8 +202,13 @@ class DeviceRunner(ModelRunner):
 
     def _score_launched(self, plan: StepPlan, batch: InputBatch) -> FusedDecoderOutput:
         ids = self.ops.resolve_futures(self._upload(plan.tokens), self._last)
+        if plan.pooling is not None:
+            plan = self._require_pooler(plan).texts(plan)
         run_layers = self._prefill.run_layers if self._prefill.takes(plan) else None
-        return self._contexts.score_by_layer(plan, batch, ids, run_layers)
+        if plan.pooling is None:
+            return self._contexts.score_by_layer(plan, batch, ids, run_layers)
+        _, (hidden, finite, _) = (run_layers or self._contexts.run_layers)(plan, batch, ids)
+        return FusedDecoderOutput(hidden, finite, hidden[:0], None, None)
 
     def _launch_sampling(self, launched: LaunchedPlan) -> None:
         plan, batch, scored = launched.plan, launched.batch, launched.scored
@@ -211,7 +221,8 @@ class DeviceRunner(ModelRunner):
         with torch.inference_mode(), self._stream.launching():
             finite, logits_finite, logits = scored.finite, scored.logits_finite, scored.logits
             assert finite is not None, "layers run one by one"
-            if plan.details is not None:  # the next step may overwrite them, and logits below
+            if plan.details is not None or plan.pooling is not None:
+                # The next step may overwrite them, and logits below.
                 launched.scored = scored = scored._replace(hidden=scored.hidden.clone())
             if not len(plan.logit_tokens):
                 launched.download = self._stream.download([finite])
@@ -248,12 +259,21 @@ class DeviceRunner(ModelRunner):
         if self._exchange is not None:
             # Before what follows, in which there may be collectives.
             sampled = self._exchange.share(plan.step, partial(Sampled, *sampled))
-        if plan.details is None and sampled.failed is None:
+        if plan.details is None and plan.pooling is None and sampled.failed is None:
             launched.result = self._conclude(plan, batch, plan.tokens, scored, sampled)
         else:
             with torch.inference_mode(), self._stream.reading():
-                launched.result = self._conclude(plan, batch, plan.tokens, scored, sampled)
+                launched.result = self._conclude_reading(plan, batch, scored, sampled)
         launched.scored = None
+
+    def _conclude_reading(
+        self, plan: StepPlan, batch: InputBatch, scored: FusedDecoderOutput, sampled: Sampled
+    ) -> StepOutcome:
+        """The outcome of a plan of which the host computes more. Inside `reading`."""
+        if plan.pooling is None:
+            return self._conclude(plan, batch, plan.tokens, scored, sampled)
+        ctx = self._contexts.of(plan, batch)
+        return self._pooled(plan, batch, ctx, scored.hidden, sampled.failed)
 
     def _forget(self, launched: LaunchedPlan) -> None:
         """After a plan failed: zero what its rows have written or sampled.

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+    from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.model.load import LoadedModel
@@ -395,21 +396,33 @@ class ModelRunner:
         return starts, token_ids, ended
 
     def _pool(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> StepOutcome:
-        """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
+        """Run the layers of a plan of prompts, and pool those that end in it."""
+        texts = self._require_pooler(plan).texts(plan)
+        token_ids = self._upload(tokens.astype(np.int64))
+        ctx, (hidden, finite, _) = self._contexts.run_layers(texts, batch, token_ids)
+        return self._pooled(plan, batch, ctx, hidden, batch.failed_rows(finite, None))
+
+    def _require_pooler(self, plan: StepPlan) -> Pooler:
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        token_ids, texts = self._upload(tokens.astype(np.int64)), plan
-        if self._pooler.compares:  # the layers are those of texts
-            texts = msgspec.structs.replace(plan, spliced=None, spliced_rows=None)
-        ctx, (hidden, finite, _) = self._contexts.run_layers(texts, batch, token_ids)
+        return self._pooler
+
+    def _pooled(
+        self,
+        plan: StepPlan,
+        batch: InputBatch,
+        ctx: ForwardContext,
+        hidden: Tensor,
+        failed: Flags | None,
+    ) -> StepOutcome:
+        """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         rows = len(plan.slot)
-        failed = batch.failed_rows(finite, None)
         failed = np.zeros(rows, np.bool_) if failed is None else failed
 
         def score(pooled: Tensor) -> Tensor:
-            return self._model.own_decoder.scores(ctx, pooled.to(hidden.dtype))
+            return self._model.own_decoder.scores(ctx, pooled.to(hidden))
 
-        vectors = self._pooler.pool(plan, hidden, score)
+        vectors = self._require_pooler(plan).pool(plan, hidden, score)
         of_row = np.repeat(np.arange(rows), np.diff(vectors.starts))
         failed[of_row[~np.isfinite(vectors.values)]] = True
         if failed.any():

@@ -116,6 +116,7 @@ def open_model(
             groups,
             stream,
             forced=plan.forced,
+            pooler=pooler,
             slots=slots,
             positions=positions,
             deterministic=deterministic,

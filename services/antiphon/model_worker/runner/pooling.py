@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
-from msgspec.structs import replace
+from msgspec import structs
 
 from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.model_card.config_json import Task
@@ -22,7 +22,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -60,7 +60,7 @@ class Pooler:
         if pooling.task is Task.SCORE:
             if not isinstance(model.spec.head, ClassificationHeadSpec):
                 raise ModelLoadError("config.json: the head of this architecture is not supported")
-            pooling = replace(pooling, mode=PoolMode(model.spec.pooling))
+            pooling = structs.replace(pooling, mode=PoolMode(model.spec.pooling))
         return cls(pooling, tuple(_read(dense, folder / dense.folder) for dense in pooling.dense))
 
     def pool(self, plan: StepPlan, hidden: Tensor, score: Score) -> PooledVectors:
@@ -75,7 +75,7 @@ class Pooler:
         assert wanted is not None, "a plan of rows that draw"
         images, values = self._images(plan), list[Floats]()
         widths = np.zeros(len(plan.slot) + 1, np.int32)
-        pieces = torch.split(hidden, plan.query_len.tolist())
+        pieces = self._split(plan, hidden)
         ends = zip(wanted.ends.tolist(), wanted.dimensions.tolist(), strict=True)
         for row, (piece, (ended, dimensions)) in enumerate(zip(pieces, ends, strict=True)):
             end = int(plan.kv_len[row])
@@ -83,7 +83,7 @@ class Pooler:
                 values.append(self._cut(image, dimensions).numpy())
                 widths[row + 1] = len(values[-1])
                 continue
-            pooled = self._take(int(plan.slot[row]), piece, end - len(piece))
+            pooled = self._take(int(plan.slot[row]), piece, end - int(plan.query_len[row]))
             if ended:
                 if self._pooling.mode is PoolMode.MEAN:
                     pooled = pooled / end
@@ -95,20 +95,32 @@ class Pooler:
         joined = np.concatenate(values) if values else np.zeros(0, np.float32)
         return PooledVectors(starts=np.cumsum(widths, dtype=np.int32), values=joined)
 
-    @property
-    def compares(self) -> bool:
-        """Whether images are prompts by themselves, whose rows are their vectors."""
-        return self._pooling.card.images
+    def texts(self, plan: StepPlan) -> StepPlan:
+        """The plan as layers read it: images that are prompts by themselves are their vectors."""
+        if not self._pooling.card.images:
+            return plan
+        return structs.replace(plan, spliced=None, spliced_rows=None)
+
+    def _split(self, plan: StepPlan, hidden: Tensor) -> Sequence[Tensor]:
+        """What is read of each row, on the CPU: the states of its tokens, or of the last one."""
+        lengths = plan.query_len
+        if self._pooling.mode is PoolMode.LAST:
+            last = np.cumsum(lengths, dtype=np.int64) - 1
+            hidden, lengths = hidden[torch.as_tensor(last)], np.ones_like(lengths)
+        return torch.split(hidden.cpu(), lengths.tolist())
 
     def _images(self, plan: StepPlan) -> dict[int, Tensor]:
         """The vectors of prompts that are images, by row: each has one token, and a row for it."""
-        if plan.spliced is None or plan.spliced_rows is None or not self.compares:
+        if plan.spliced is None or plan.spliced_rows is None or not self._pooling.card.images:
             return {}
         rows = np.searchsorted(plan.query_start, plan.spliced, side="right") - 1
         return dict(zip(rows.tolist(), torch.tensor(plan.spliced_rows), strict=True))
 
     def _take(self, slot: int, piece: Tensor, start: int) -> Tensor:
-        """The pooled vector of a prompt up to and with a chunk (n, D), which begins at `start`."""
+        """The pooled vector of a prompt up to and with a chunk, which begins at `start`.
+
+        piece: (n, D), of the last token alone (1, D)
+        """
         if self._pooling.mode is PoolMode.LAST:
             return piece[-1]
         earlier = [(end, vector) for end, vector in self._partial.get(slot, []) if 0 < end <= start]
