@@ -38,7 +38,7 @@ def test_workers_run_with_many_seeds_of_streams() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_takes_longer_runs_on_the_interpreter() -> None:
     run_interpreted("-m", "long", "invariance.py", "models.py", "ranks.py", "stages.py")
 

@@ -123,9 +123,9 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-Bidirectional attention (BERT and its like), expert parallelism, data-parallel attention, draft
-models, the modules of transformers; with latent attention also a KV cache of 8 bits, and
-deterministic inference with latent attention or several ranks.
+Bidirectional attention (BERT and its like), expert parallelism, draft models, the modules of
+transformers; with latent attention also a KV cache of 8 bits, and deterministic inference with
+latent attention or several ranks.
 
 ## Ranks
 
@@ -133,7 +133,8 @@ With `--tp-size N` a worker has a GPU for each rank, and NCCL between them: `cud
 it, or from `--device cuda:N` on. On the interpreter it is gloo, and all else is the same code
 ([decision 81](decisions/0081-ranks-on-gpus-launch-in-one-order.md)). Sums are launched like
 kernels, also in captured decode steps. With `--pp-size` each rank of a stage has a GPU, too; steps
-of stages are not captured. Neither NCCL nor a graph with sums in it has **yet been run on a GPU**.
+of stages, and of attention groups (`--enable-dp-attention`), are not captured. Neither NCCL nor a
+graph with sums in it has **yet been run on a GPU**.
 
 ## FlashInfer
 

@@ -327,7 +327,6 @@ def _check_gpu(settings: Settings, card: ModelCard, implementation: str) -> None
         "model.implementation = transformers": implementation == "transformers",
         "speculation.draft_model": bool(settings.speculation.draft_model),
         "parallel.ep_size": settings.parallel.ep_size > 1,
-        "parallel.attn_dp_size": settings.parallel.attn_dp_size > 1,
     }
     for what, asked in refused.items():
         if asked:
@@ -799,6 +798,8 @@ def _uncaptured(settings: Settings, device: HostDevice) -> str | None:
         return NO_GRAPHS.reason
     if device.kind == "cpu":
         return "a GPU has them"
+    if settings.parallel.attn_dp_size > 1:
+        return "attention groups are launched layer by layer"
     return "stages are launched layer by layer" if settings.parallel.pp_size > 1 else None
 
 

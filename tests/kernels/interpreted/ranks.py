@@ -97,6 +97,17 @@ def test_models_with_states_generate_what_one_rank_does(
     check(pair, folder, expected_of(folder, 2), overlap=True, captured=())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-next"])
+def test_attention_groups_generate_what_one_rank_does(family: str, tmp_path: Path) -> None:
+    """In turn and overlapped; none of their steps is captured."""
+    folder = save(BY_NAME[family], tmp_path).folder
+    expected, ranks = expected_of(folder, 3), Ranks(tp=2, dp=2, device="interpreter")
+    for overlap in (False, True):
+        check(ranks, folder, expected, overlap=overlap, captured=(), groups=2)
+    ranks.close()
+
+
 def test_last_tokens_that_are_not_shared_are_missed(
     pair: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

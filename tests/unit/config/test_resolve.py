@@ -253,20 +253,11 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
         decide(device, cache__static_ratio="1", **said)
 
 
-@pytest.mark.parametrize(
-    ("said", "what"),
-    [
-        ({"parallel__tp_size": "2", "parallel__ep_size": "2"}, "parallel.ep_size"),
-        ({"parallel__tp_size": "2", "parallel__attn_dp_size": "2"}, "parallel.attn_dp_size"),
-    ],
-)
-def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
-    said: dict[str, str], what: str
-) -> None:
+def test_what_runs_on_the_cpu_only_is_refused_by_its_setting() -> None:
     device = replace(DEVICE, kind="interpreter", lacking="model.device is interpreter")
     with pytest.raises(ConfigError) as caught:
-        decide(device, model__device="interpreter", **said)
-    assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
+        decide(device, model__device="interpreter", parallel__tp_size="2", parallel__ep_size="2")
+    assert str(caught.value) == "model.device = interpreter: parallel.ep_size runs on cpu only"
 
 
 def test_a_gpu_pools_what_decoders_compute() -> None:
@@ -305,6 +296,9 @@ def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
     assert staged.stages.reason.endswith("linked by NCCL: not yet run on a GPU")
     for sizes in (staged.graph_sizes, staged.prefill_graph_sizes):
         assert sizes == ResolvedValue((), "stages are launched layer by layer")
+    grouped = decide(device, **said | {"parallel__attn_dp_size": "2"})
+    for sizes in (grouped.graph_sizes, grouped.prefill_graph_sizes):
+        assert sizes == ResolvedValue((), "attention groups are launched layer by layer")
     limited = decide(device, **said, model__memory_bytes=str(20 * GIB))
     assert limited.memory_bytes.value == 10 * GIB
     shared = replace(device, kind="interpreter")

@@ -86,8 +86,10 @@ class DecodeGraphs:
             model.spec.hidden,
             model.build.dtype,
         )
-        # Where a row reads and writes its states changes from step to step; stages share no step.
-        alone = not stateful and model.build.pp is None
+        # Where a row reads and writes its states changes from step to step; stages share no step,
+        # and attention groups have different rows.
+        build = model.build
+        alone = not stateful and build.pp is None and build.attention is None
         self._supported = alone and all(
             group.kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT)
             and shape.chunk is None

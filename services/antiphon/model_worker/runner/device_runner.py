@@ -131,7 +131,8 @@ class DeviceRunner(ModelRunner):
         Raises:
             PlanRefused: The plan uses what this runner does not support.
         """
-        self._by_slot[plan.step] = not plan.page_tables
+        # Pages of other attention groups are on other ranks.
+        self._by_slot[plan.step] = not plan.page_tables and plan.group_rows is None
         plan = self._tables.fill(plan)  # later plans rely on its changes, even if it is refused
         if plan.draft_counts is not None:
             raise PlanRefused(f"step {plan.step}: a device makes no drafts")
@@ -174,7 +175,7 @@ class DeviceRunner(ModelRunner):
             if not isinstance(earlier.error, DeviceLost | None):
                 self._forget(earlier)
             if earlier.batch is not None:
-                earlier.batch.drop_groups()
+                earlier.batch.own.drop_groups()
 
     def _launch(self, launched: LaunchedPlan) -> None:
         plan = launched.plan

@@ -60,10 +60,11 @@ class PrefillGraphs:
     ) -> Captured:
         """Capture passes of these numbers of tokens: see `capture_each`.
 
-        Stages of a pipeline have none: several passes are under way then.
+        Stages of a pipeline have none, since several passes are under way then, nor have attention
+        groups, which attend to different tokens.
         """
         began = time.monotonic()
-        if self._build.pp is not None:
+        if self._build.pp is not None or self._build.attention is not None:
             sizes = ()
         self._allocate(max(sizes, default=0))
         self._graphs = capture_each(sizes, self._capture, report)
