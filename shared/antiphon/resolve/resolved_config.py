@@ -325,7 +325,9 @@ def _check_gpu(settings: Settings, card: ModelCard, implementation: str) -> None
     refused = {
         "bidirectional attention": not card.causal,
         "model.implementation = transformers": implementation == "transformers",
-        "speculation.draft_model": bool(settings.speculation.draft_model),
+        "speculation.draft_model with several ranks": (
+            bool(settings.speculation.draft_model) and settings.parallel.ranks > 1
+        ),
         "parallel.ep_size": settings.parallel.ep_size > 1,
     }
     for what, asked in refused.items():
@@ -770,6 +772,8 @@ def _overlap(
         return ResolvedValue(value=False, reason="nothing is generated")
     if settings.parallel.pp_size > 1:
         return ResolvedValue(value=True, reason="batching.overlap; stages wait for each other")
+    if device.kind != "cpu" and settings.speculation.draft_model:
+        return ResolvedValue(value=False, reason="a draft model follows each step")
     if device.kind != "cpu":
         reason = "batching.overlap; the device computes while the host plans"
         return ResolvedValue(value=True, reason=reason)
@@ -800,6 +804,8 @@ def _uncaptured(settings: Settings, device: HostDevice) -> str | None:
         return "a GPU has them"
     if settings.parallel.attn_dp_size > 1:
         return "attention groups are launched layer by layer"
+    if settings.speculation.algorithm == "eagle3":
+        return "a draft head reads what enters single layers"
     return "stages are launched layer by layer" if settings.parallel.pp_size > 1 else None
 
 

@@ -17,6 +17,7 @@ import torch
 from tests.kernels.edits import Edit
 from tests.kernels.interpreted.drawn import SLOTS, DrawnDevice, DrawnStream
 from tests.models import families
+from tests.models.eagle3 import write_head
 from tests.models.model_loop import ModelLoop, PoolingEngine
 from tests.models.parity import save
 from tests.models.quantization.rows import BY_NAME as QUANTIZED
@@ -47,17 +48,20 @@ from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.runner import prefill_graphs
 from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import host_device, load_resolved
 from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import RequestState
-    from antiphon.model_worker.runner.opening import OpenModel
+    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.speculation.policy import DraftCounts
     from antiphon.wire.media import Medium
 
 OUTPUTS = (5, 3, 5, 3)
@@ -281,6 +285,50 @@ def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:
         compare(got, wanted, rounding=1e-4)
     plans = [record.plan for record in loop.loop.recorder.records()]
     assert any(len(plan.logit_tokens) > len(plan.slot) for plan in plans)
+
+
+def check_drafts(
+    folder: Path, draft: Callable[[LoadedModel, list[int]], DraftModel], count: int
+) -> DraftCounts:
+    """With drafts, as many as there may be, requests generate what they do without on the CPU.
+
+    `draft` makes the draft model beside a served one whose first request has these tokens.
+    """
+    model = opened(folder, "cpu")
+    asked = requests(model.spec.vocabulary, count)
+    expected = ModelLoop(model, chunk_tokens=20).run(asked)
+    loaded = load(folder, dtype="float32", device="interpreter")
+    drafts = draft(loaded, expected[0].ids)
+    groups = (*cache_groups(loaded.spec, loaded.build, page_tokens=4, pages=100), drafts.group)
+    runner = DeviceRunner(loaded, groups, DrawnStream(), slots=SLOTS, draft=drafts)
+    assert runner.capture(CAPTURED).sizes == (() if drafts.aux_layers else CAPTURED)
+    loop = ModelLoop(OpenModel(runner, groups, loaded.spec, draft=drafts), chunk_tokens=20)
+    for got, wanted in zip(loop.run(asked), expected, strict=True):
+        compare(got, wanted, rounding=1e-4)
+    return loop.core.draft_counts
+
+
+def test_a_draft_model_drafts_on_a_device(tmp_path: Path) -> None:
+    """The model itself, which is right about all that is greedy."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+
+    def itself(loaded: LoadedModel, _: list[int]) -> DraftModel:
+        return DraftModel(loaded, page_tokens=4, pages=100)
+
+    assert check_drafts(folder, itself, 2).accepted > 0
+
+
+@pytest.mark.long
+def test_a_draft_head_drafts_on_a_device(tmp_path: Path) -> None:
+    """It drafts one token, which is right once."""
+
+    def beside(loaded: LoadedModel, ids: list[int]) -> DraftModel:
+        head = write_head(tmp_path / "head", token_ids=torch.tensor(ids[1:2]))
+        own = load(head, dtype="float32", device="interpreter")
+        return DraftHeadModel(own, loaded, page_tokens=4, pages=100)
+
+    counts = check_drafts(write_llama(tmp_path / "model"), beside, 4)
+    assert 0 < counts.accepted < counts.proposed
 
 
 def test_chunks_of_prompts_have_logprobs_of_their_own(tmp_path: Path) -> None:

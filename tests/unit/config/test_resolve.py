@@ -273,6 +273,20 @@ def test_a_gpu_pools_what_decoders_compute() -> None:
         resolve(settings, replace(CARD, causal=False), device, pooling)
 
 
+def test_a_gpu_drafts_in_turn_on_one_rank() -> None:
+    device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    said = {"model__device": "cuda", "speculation__draft_model": "small"}
+    plan = decide(device, **said, speculation__algorithm="standalone")
+    assert plan.overlap == ResolvedValue(value=False, reason="a draft model follows each step")
+    assert plan.graph_sizes.value
+    plan = decide(device, **said, speculation__algorithm="eagle3")
+    reason = "a draft head reads what enters single layers"
+    assert plan.graph_sizes == ResolvedValue((), reason)
+    said |= {"speculation__algorithm": "standalone", "parallel__tp_size": "2"}
+    with pytest.raises(ConfigError, match=r"draft_model with several ranks runs on cpu only"):
+        decide(device, **said)
+
+
 def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
     device = HostDevice(kind="cuda", cores=8, memory_bytes=80 * GIB, lacking="it is a GPU")
     said = {"model__device": "cuda:2", "parallel__tp_size": "2", "batching__running_max": "2"}

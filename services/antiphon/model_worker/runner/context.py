@@ -110,7 +110,7 @@ class ForwardContexts:
         self._causal = model.spec.causal
         self._texts, self._uncached = _whole_texts(model)
         self._absorbs = deterministic or placement.device_kind != "cpu"
-        self._aux_layers = aux_layers
+        self.aux_layers = aux_layers
         self._upload = upload_to(placement.device_kind, placement.device)
         self._angles = cache(
             partial(
@@ -133,7 +133,7 @@ class ForwardContexts:
             _refuse_apart(self._ops, model, fused=fused)
             caches = {**self._caches, **self._uncached}
             self._stack, self._stack_positions = decoder.stack(
-                caches, self._states, self._aux_layers
+                caches, self._states, self.aux_layers
             )
         except NotStackable as error:
             refused = (("cpu", str(error)),)
@@ -255,7 +255,7 @@ class ForwardContexts:
             positions=self._upload(batch.positions),
             token_types=None if plan.token_types is None else self._upload(plan.token_types),
             fused=fused,
-            aux_layers=self._aux_layers,
+            aux_layers=self.aux_layers,
         )
 
     def decoding(

@@ -87,9 +87,10 @@ class DecodeGraphs:
             model.build.dtype,
         )
         # Where a row reads and writes its states changes from step to step; stages share no step,
-        # and attention groups have different rows.
+        # attention groups have different rows, and a draft head reads what enters layers.
         build = model.build
         alone = not stateful and build.pp is None and build.attention is None
+        alone = alone and not contexts.aux_layers
         self._supported = alone and all(
             group.kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT)
             and shape.chunk is None

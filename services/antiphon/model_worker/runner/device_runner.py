@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.draft_model import DraftModel
     from antiphon.model_worker.runner.graphs import Captured
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import SampleExchange
@@ -51,8 +52,9 @@ class DeviceRunner(ModelRunner):
     """Launches plans in their order; what a plan reads of the one before it stays on the device.
 
     The last token of each slot is a tensor there, which a plan's placeholders are resolved from.
-    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model. Prompts
-    are pooled when the outcome is read, one by one as on the CPU.
+    The host reads nothing of a plan but its outcome. Prompts are pooled when the outcome is read,
+    one by one as on the CPU. With a draft model plans are run in turn: it drafts when the outcome
+    was read, and the host gives its drafts to the next plan.
 
     Of several ranks, which launch and conclude the same plans in one order, each samples; what rank
     0 has sampled counts. Its last tokens reach the others at the beginning of the next pass, and
@@ -67,6 +69,7 @@ class DeviceRunner(ModelRunner):
         *,
         forced: dict[str, str] | None = None,
         pooler: Pooler | None = None,
+        draft: DraftModel | None = None,
         slots: int = SLOTS,
         positions: int = POSITIONS,
         deterministic: bool = False,
@@ -78,6 +81,7 @@ class DeviceRunner(ModelRunner):
             forced=forced,
             fused=False,
             pooler=pooler,
+            draft=draft,
             deterministic=deterministic,
             exchange=exchange,
         )
@@ -118,7 +122,7 @@ class DeviceRunner(ModelRunner):
 
     def page_memories(self) -> list[PageMemory]:
         copies = PageStream(self._stream.beside(), self.ops, self._upload)
-        memories = [DevicePages(pool.memory, copies) for pool in (*self.pools, *self.states)]
+        memories = [DevicePages(pool.memory, copies) for pool in self._every_pool]
         for each in memories:
             each.compile()
         return [*memories]
@@ -134,8 +138,8 @@ class DeviceRunner(ModelRunner):
         # Pages of other attention groups are on other ranks.
         self._by_slot[plan.step] = not plan.page_tables and plan.group_rows is None
         plan = self._tables.fill(plan)  # later plans rely on its changes, even if it is refused
-        if plan.draft_counts is not None:
-            raise PlanRefused(f"step {plan.step}: a device makes no drafts")
+        if plan.draft_counts is not None and self.draft is None:
+            raise PlanRefused(f"step {plan.step}: this runner has no draft model")
         if plan.pooling is not None:
             self._require_pooler(plan)
         if (most := int(plan.slot.max(initial=0))) >= len(self._last):
@@ -159,7 +163,15 @@ class DeviceRunner(ModelRunner):
         if plan.part is None:
             assert part is not None, "a plan without a sampling part"
             launched.sample(part())
-        return launched.outcome()
+        outcome = launched.outcome()
+        if launched.plan.draft_counts is not None:
+            outcome = self._await_drafts(launched.plan, outcome)
+        self._aux = None
+        return outcome
+
+    def make_drafts(self) -> Ints:
+        with torch.inference_mode(), self._stream.reading():
+            return super().make_drafts()
 
     def sample(self, launched: LaunchedPlan, part: SamplingPart) -> None:
         """Give a plan its sampling part, and launch what depends on it."""
@@ -185,6 +197,8 @@ class DeviceRunner(ModelRunner):
         if plan.step not in self._by_slot:
             plan = launched.plan = self.check(plan)
         by_slot = self._by_slot.pop(plan.step)
+        if self.draft is not None:
+            plan = launched.plan = self._slots.resolve(plan, self._states)
         launched.batch = batch = self._batch(plan)
         with torch.inference_mode(), self._stream.launching():
             if by_slot and plan.changes is not None:
@@ -265,7 +279,7 @@ class DeviceRunner(ModelRunner):
         else:
             with torch.inference_mode(), self._stream.reading():
                 launched.result = self._conclude_reading(plan, batch, scored, sampled)
-        launched.scored = None
+        self._aux, launched.scored = scored.aux, None
 
     def _conclude_reading(
         self, plan: StepPlan, batch: InputBatch, scored: FusedDecoderOutput, sampled: Sampled
@@ -285,6 +299,8 @@ class DeviceRunner(ModelRunner):
         batch, launched.scored = launched.batch, None
         if batch is None:
             return
+        if self.draft is not None:
+            self._slots.record_failure(launched.plan, self._states)
         slots = torch.as_tensor(launched.plan.slot.astype(np.int64))
         with torch.inference_mode(), self._stream.reading():
             self._last[slots.to(self._last.device)] = 0
@@ -293,7 +309,9 @@ class DeviceRunner(ModelRunner):
     def _record_tokens(
         self, plan: StepPlan, starts: Ints, token_ids: Ints, ended: NDArray[np.bool_] | None
     ) -> None:
-        """The device has recorded them."""
+        """The device has recorded them, and the host only needs them beside drafts."""
+        if self.draft is not None:
+            super()._record_tokens(plan, starts, token_ids, ended)
 
 
 class LaunchedPlan:
@@ -345,7 +363,7 @@ class LaunchedPlan:
         return self.result
 
     def drafts(self) -> Ints:
-        raise AssertionError("a plan with drafts is refused")
+        raise AssertionError("plans with drafts are run in turn")
 
 
 class _Results(NamedTuple):

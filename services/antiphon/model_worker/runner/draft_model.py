@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from antiphon.kernels.op import BackendChoice, DeviceCapability
 from antiphon.kernels.ops import select
+from antiphon.kernels.upload import upload_to
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -20,11 +20,13 @@ from antiphon.model_worker.model.spec import HeadSpec
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.input_batch import InputBatch
 from antiphon.model_worker.runner.pools import KvPool, attention_of, draft_group, kv_shape
+from antiphon.model_worker.runner.required_kernels import capability_of, require_kernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from antiphon.kernels.op import BackendChoice
     from antiphon.model_worker.batching.plan import Ints, StepOutcome
     from antiphon.model_worker.model.load import LoadedModel
 
@@ -38,11 +40,12 @@ class DraftModel:
     """Drafts the likeliest continuations of rows, token by token. Not thread-safe.
 
     It computes the same bits for a row whatever else is in the pass where its kernels do: the text
-    that is verified does not depend on them.
+    that is verified does not depend on them. The host waits for each of its passes.
 
     Raises:
         ModelLoadError: The model cannot draft: it has no logits, or layers that do not cache keys
             and values of the whole context.
+        KernelUnavailable: An operation of its layers has no kernel on the device.
     """
 
     def __init__(
@@ -59,10 +62,14 @@ class DraftModel:
             raise ModelLoadError("a draft model must generate text")
         self.group = draft_group(spec, build, page_tokens=page_tokens, pages=pages)
         attends = attention_of(spec, 0)
-        self.ops = select(DeviceCapability(build.device.type, build.dtype), forced)
+        self.ops = select(capability_of(build, spec), forced)
+        on_cpu = build.device_kind == "cpu"
+        if not on_cpu:
+            require_kernels(model, self.ops.choices)
+        self._upload = upload_to(build.device_kind, build.device)
         self.pool = KvPool(self.group, attends[1], build)
         self._shapes = (kv_shape(model, self.group, *attends),)
-        self._contexts = ForwardContexts(model, self.ops, (self.pool,), fused=fused)
+        self._contexts = ForwardContexts(model, self.ops, (self.pool,), fused=fused and on_cpu)
         self.aux_layers: tuple[int, ...] = ()
         """Layers of the served model whose inputs it reads, see `HiddenStates.aux`."""
 
@@ -132,7 +139,7 @@ class DraftModel:
             if not np.count_nonzero(going):
                 break
             rows, tokens = rows[going], found[going]
-            states = None if states is None else states[torch.as_tensor(going)]
+            states = None if states is None else states[self._upload(going)]
             ends = np.arange(1, len(rows) + 1, dtype=np.int32)
             one_each = np.ones(len(rows), np.int32)
             longer = kv_len[rows] + np.int32(number + 1)
@@ -148,7 +155,7 @@ class DraftModel:
         A draft head reads hidden states of the served model beside its tokens, or else states
         (T, hidden) of its own, and returns those beside the tokens found, (L, hidden).
         """
-        batch = InputBatch(plan, self._shapes, 0)
+        batch = InputBatch(plan, self._shapes, 0, upload=self._upload)
         try:
             found = self._likeliest(plan, batch, aux, states)
         except Exception:
@@ -172,14 +179,14 @@ class DraftModel:
             assert scored.argmax is not None, "one call computes it"
             return _Likeliest(scored.argmax, scored.finite, scored.logits_finite)
         with torch.inference_mode():
-            token_ids = torch.as_tensor(plan.tokens.astype(np.int64))
+            token_ids = self._upload(plan.tokens.astype(np.int64))
             scored = self._contexts.score_by_layer(plan, batch, token_ids)
-            found = self.ops.argmax(scored.logits).numpy().astype(np.int32)
+            found = self.ops.argmax(scored.logits).cpu().numpy().astype(np.int32)
         return _Likeliest(found, scored.finite, scored.logits_finite)
 
     def _wipe(self, batch: InputBatch, failed: NDArray[np.bool_]) -> None:
         """Zero what failed rows wrote in a pass: a NaN would get through the mask of attention."""
-        wiped = torch.as_tensor(np.flatnonzero(failed[batch.token_row]))
+        wiped = self._upload(np.flatnonzero(failed[batch.token_row]))
         self.pool.zero(batch.groups[0].slot_mapping[wiped])
 
 
@@ -230,7 +237,7 @@ class DraftHeadModel(DraftModel):
         tokens[after - 1] = self._next_tokens(plan, outcome)[read]
         ends = (plan.kv_len - plan.query_len)[read] + lengths
         tables = plan.page_tables[-1][read]
-        beside = aux.index_select(0, torch.as_tensor(places))
+        beside = aux.index_select(0, self._upload(places))
         drafts[read] = self.draft(tokens, lengths, ends, tables, counts[read], beside)
         return drafts
 
@@ -251,11 +258,11 @@ class DraftHeadModel(DraftModel):
             if aux is not None:
                 states = self._head.project(ctx, aux)
             assert states is not None, "it reads hidden states"
-            embedded = self._embedding.embed(ctx, torch.as_tensor(plan.tokens.astype(np.int64)))
+            embedded = self._embedding.embed(ctx, self._upload(plan.tokens.astype(np.int64)))
             hidden, after = self._head.forward(ctx, embedded, states)
-            wanted = torch.as_tensor(plan.logit_tokens)
+            wanted = self._upload(plan.logit_tokens)
             logits = self._head.logits(ctx, hidden.index_select(0, wanted))
-            found = self._head.token_ids[self.ops.argmax(logits).long()]
+            found = self._head.token_ids[self.ops.argmax(logits).long().cpu()]
             return _Likeliest(
                 found.numpy().astype(np.int32),
                 self.ops.finite_rows(hidden),

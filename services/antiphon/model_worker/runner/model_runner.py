@@ -13,19 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
-from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.op import (
-    REFERENCE,
-    AttentionFeatures,
-    BackendChoice,
-    DeviceCapability,
-    KernelUnavailable,
-)
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.kernels.upload import upload_to
-from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
@@ -52,17 +42,22 @@ from antiphon.model_worker.runner.pools import (
     attention_of,
     kv_shape,
 )
+from antiphon.model_worker.runner.required_kernels import (
+    capability_of,
+    require_invariant,
+    require_kernels,
+)
 from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+    from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
@@ -70,27 +65,6 @@ if TYPE_CHECKING:
     from antiphon.model_worker.runner.pooling import Pooler
 
 log = logging.getLogger(__name__)
-
-SAMPLING = frozenset(
-    {
-        *("rows.finite", "sampling.penalize", "sampling.mask", "sampling.bias"),
-        *("sampling.log_mass", "sampling.greedy", "sampling.draw"),
-        *("futures.resolve", "futures.record", "rows.decode"),
-    }
-)
-"""Operations that every model calls."""
-BLOCKS = frozenset(
-    {
-        *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
-        *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
-        *("activation.sigmoid_mul", "recurrent.layer"),
-        *("attention.heads", "attention.paged", "attention.whole"),
-        *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.int8"),
-        "linear.tiled",
-    }
-)
-"""Operations of layers and heads, which only some models call."""
-
 
 SLOTS = 64
 """Default of the slots that requests run in."""
@@ -238,18 +212,28 @@ class ModelRunner:
                 self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
         if plan.draft_counts is not None:
-            self._slots.record_places(plan, outcome.computed, self._states)
-            outcome = msgspec.structs.replace(outcome, plan=plan)
-            self._undrafted = outcome, self._aux
+            outcome = self._await_drafts(plan, outcome)
         self._aux = None
+        return outcome
+
+    def _await_drafts(self, plan: StepPlan, outcome: StepOutcome) -> StepOutcome:
+        """Keep what drafts after a resolved plan are made of  ->  its outcome, with the plan."""
+        self._slots.record_places(plan, outcome.computed, self._states)
+        outcome = msgspec.structs.replace(outcome, plan=plan)
+        self._undrafted = outcome, self._aux
         return outcome
 
     def settle(self) -> None:
         """Record what was sampled from plans that have run: here `run` has done so."""
 
     def page_memories(self) -> list[PageMemory]:
-        """Those of all groups, for threads that copy pages; a draft model's are its own."""
-        return [pool.memory for pool in (*self.pools, *self.states)]
+        """Those of all groups, for threads that copy pages; last that of a draft model."""
+        return [pool.memory for pool in self._every_pool]
+
+    @property
+    def _every_pool(self) -> Sequence[KvPool | StatePool]:
+        drafting = () if self.draft is None else (self.draft.pool,)
+        return *self.pools, *self.states, *drafting
 
     def _batch(self, plan: StepPlan) -> InputBatch:
         group = self._model.build.attention_group
@@ -456,73 +440,6 @@ class ModelRunner:
         wiped = self._upload(np.flatnonzero(failed[batch.own_rows][own.token_row]))
         for pool, rows in zip(self.pools, own.groups, strict=True):
             pool.zero(rows.slot_mapping[wiped])
-
-
-def capability_of(build: BuildContext, spec: ModelSpec) -> DeviceCapability:
-    """The facts about a model and its device."""
-    sm = None
-    if build.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(build.device)
-        sm = 10 * major + minor
-    attention = tuple(dict.fromkeys(_attention_of(spec)))
-    return DeviceCapability(build.device_kind, build.dtype, sm, build.cache_dtype, attention)
-
-
-def _attention_of(spec: ModelSpec) -> Iterator[AttentionFeatures]:
-    for mixer in (mixer for layer in spec.layers for mixer in layer.mixers):
-        if isinstance(mixer, LatentSpec):
-            yield AttentionFeatures(mixer.cache.head_size, latent=True)
-        elif isinstance(mixer, AttentionSpec) and mixer.causal:
-            window = mixer.window is not None and not mixer.chunked
-            yield AttentionFeatures(mixer.head_size, window, mixer.softcap is not None)
-
-
-def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Check that no operation of the model runs on torch, on a device that is not the CPU."""
-    kind, called = model.build.device_kind, SAMPLING | model.decoder.operations
-    if any(isinstance(cache, LatentSizes) for cache, _ in model.spec.cache_groups()):
-        _require_latent_kernels(model)
-    for choice in choices:
-        if choice.op in called and choice.backend == REFERENCE:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refused)
-            raise KernelUnavailable(
-                f"device {kind}: {choice.op}, which this model needs, has no kernel there"
-                + (f" ({reasons})" if reasons else "")
-            )
-
-
-def _require_latent_kernels(model: LoadedModel) -> None:
-    lacking = ""
-    if model.build.cache_dtype is not None:
-        lacking = "with a KV cache of 8 bits"
-    elif model.decoder.invariant:
-        lacking = "with batch-invariant linears of heads, as deterministic inference needs"
-    if lacking:
-        kind = model.build.device_kind
-        raise KernelUnavailable(
-            f"device {kind}: latent attention (MLA) {lacking} has no kernel there"
-        )
-
-
-def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Deterministic mode: check that the bits of a row depend on that row alone."""
-    if not model.decoder.invariant:
-        raise KernelUnavailable(
-            "deterministic inference: results of torch's matmul depend on batch composition; "
-            "set model.linear to packed, or to tiled on a GPU"
-        )
-    if not model.build.tp.invariant:
-        raise KernelUnavailable(
-            "deterministic inference: sums of ranks without shared memory depend on the batch"
-        )
-    others = BLOCKS - model.decoder.operations
-    for choice in choices:
-        if not choice.invariant and choice.op not in others:
-            reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
-            raise KernelUnavailable(
-                f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
-                f"results depend on batch composition ({reasons})"
-            )
 
 
 @cache

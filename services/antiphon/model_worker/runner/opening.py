@@ -63,10 +63,7 @@ class OpenModel:
 
     def codec(self) -> PageCodec:
         """Copies the blocks of all groups to bytes, and back."""
-        memories = self.runner.page_memories()
-        if self.draft is not None:
-            memories.append(self.draft.pool.memory)
-        return PageCodec(self.groups, memories)
+        return PageCodec(self.groups, self.runner.page_memories())
 
 
 def open_model(
@@ -117,6 +114,7 @@ def open_model(
             stream,
             forced=plan.forced,
             pooler=pooler,
+            draft=drafting,
             slots=slots,
             positions=positions,
             deterministic=deterministic,

@@ -61,10 +61,11 @@ class PrefillGraphs:
         """Capture passes of these numbers of tokens: see `capture_each`.
 
         Stages of a pipeline have none, since several passes are under way then, nor have attention
-        groups, which attend to different tokens.
+        groups, which attend to different tokens, and models with a draft head, which reads what
+        enters layers.
         """
-        began = time.monotonic()
-        if self._build.pp is not None or self._build.attention is not None:
+        began, build = time.monotonic(), self._build
+        if build.pp is not None or build.attention is not None or self._contexts.aux_layers:
             sizes = ()
         self._allocate(max(sizes, default=0))
         self._graphs = capture_each(sizes, self._capture, report)
