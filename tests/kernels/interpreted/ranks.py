@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.kernels.interpreted.models import BAD, opened, requests
+from tests.kernels.interpreted.models import BAD, STAND_IN, opened, requests
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.rank import Ranks
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
+from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
 from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.support.worker import state
@@ -20,7 +23,7 @@ from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from tests.models.model_loop import Output
@@ -45,10 +48,16 @@ def expected_of(folder: Path, count: int = 4) -> list[Output]:
     return ModelLoop(model, **LIMITS).run(requests(model.spec.vocabulary, count))
 
 
-def check(pair: Ranks, folder: Path, expected: list[Output], **ways: Any) -> None:
+def check(
+    pair: Ranks,
+    folder: Path,
+    expected: list[Output],
+    opening: Mapping[str, Any] = OPEN,
+    **ways: Any,
+) -> None:
     """What is asked of two ranks has the tokens and logprobs of one on the CPU."""
     captured = CAPTURED if ways.get("overlap") else ()
-    with pair.opened(folder, captured=ways.pop("captured", captured), **OPEN) as (model, lead):
+    with pair.opened(folder, captured=ways.pop("captured", captured), **opening) as (model, lead):
         asked = requests(model.spec.vocabulary, len(expected))
         loop = ModelLoop(model, lead=lead, **LIMITS, **ways)
         for got, wanted in zip(loop.run(asked), expected, strict=True):
@@ -105,6 +114,35 @@ def test_attention_groups_generate_what_one_rank_does(family: str, tmp_path: Pat
     expected, ranks = expected_of(folder, 3), Ranks(tp=2, dp=2, device="interpreter")
     for overlap in (False, True):
         check(ranks, folder, expected, overlap=overlap, captured=(), groups=2)
+    ranks.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
+def test_experts_in_groups_generate_what_one_rank_does(count: int, tmp_path: Path) -> None:
+    """Whether ranks have whole groups, or would have to divide them."""
+    row = BY_NAME["gpt-oss"]
+    folder = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path).folder
+    stored, plain = in_mxfp4(folder)
+    rewrite(folder, plain, None)
+    expected, ranks = expected_of(folder, 2), Ranks(tp=count, device="interpreter")
+    rewrite(folder, stored, MXFP4)
+    check(ranks, folder, expected, {**OPEN, "quantized": "grouped"}, overlap=True)
+    ranks.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_ranks_attend_by_flashinfer(
+    sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(STAND_IN)
+    folder = write_llama(tmp_path, {"num_hidden_layers": 2})
+    expected, ranks = expected_of(folder), Ranks(*sizes, device="interpreter")
+    ways: dict[str, Any] = {} if sizes[1] == 1 else {"captured": (), "flights": sizes[1]}
+    opening = {**OPEN, "backends": ("attention.paged:flashinfer",)}
+    check(ranks, folder, expected, opening, overlap=True, **ways)
     ranks.close()
 
 
