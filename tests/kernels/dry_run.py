@@ -21,7 +21,7 @@ from tests.models.model_loop import ModelLoop
 from tests.support.worker import state
 
 from antiphon.config.quantization import QuantizationMethod, online_quantization
-from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.attention import AttentionMetadata, KvShape, TextRows
 from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
@@ -318,6 +318,9 @@ def _call_others() -> None:
     ops.layernorm(x, weight, weight, 1e-5)
     ops.activate(x, "gelu_tanh")
     ops.sigmoid_mul(empty(64, 16, 128), heads[:, 32:])
+    heads, texts = empty(364, 16, 64), TextRows([300, 64], uploaded)  # of BERT's large shape
+    for window in (None, 64):
+        ops.bidirectional_attention(heads, heads, heads, texts, 0.1, window)
     _call_grouped(ops)
     _call_latent(ops)
     _call_recurrent(ops, DELTA_NET)

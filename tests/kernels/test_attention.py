@@ -16,6 +16,7 @@ from antiphon.kernels.attention import (
     AttentionMetadata,
     ImageRows,
     KvShape,
+    TextRows,
     bidirectional_attention,
     paged_attention,
 )
@@ -534,7 +535,7 @@ def test_every_token_sees_its_row_and_no_other(row: Row, shared: int, window: in
     q = torch.randn(sum(lengths), shared * HEADS, SIZE)
     k, v = torch.randn(2, sum(lengths), HEADS, SIZE)
     expected = defined(q, k, v, lengths, 0.3, window)
-    found = row(q, k, v, lengths, 0.3, window)
+    found = row(q, k, v, TextRows(lengths), 0.3, window)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -543,8 +544,8 @@ def test_every_token_sees_its_row_and_no_other(row: Row, shared: int, window: in
 def test_a_row_has_its_bits_whatever_is_beside_it(row: Row, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 60, HEADS, SIZE).to(dtype)
-    together = row(q, k, v, [20, 40], 0.3, 5)
-    alone = row(q[20:], k[20:], v[20:], [40], 0.3, 5)
+    together = row(q, k, v, TextRows([20, 40]), 0.3, 5)
+    alone = row(q[20:], k[20:], v[20:], TextRows([40]), 0.3, 5)
     assert torch.equal(together[20:], alone)
 
 
@@ -556,5 +557,5 @@ def test_rows_that_see_both_ways_agree_with_float64_in_bfloat16(row: Row, size: 
     q, k, v = torch.randn(3, sum(lengths), HEADS, size).bfloat16()
     for window in (None, 20):
         expected = defined(q, k, v, lengths, size**-0.5, window)
-        found = row(q, k, v, lengths, size**-0.5, window)
+        found = row(q, k, v, TextRows(lengths), size**-0.5, window)
         torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.02)

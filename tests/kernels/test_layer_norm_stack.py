@@ -12,7 +12,7 @@ import torch
 from tests.kernels.rows import ISAS, using
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.attention import AttentionMetadata, KvShape, TextRows
 from antiphon.kernels.cpu.fused_decoder import (
     BlockNorms,
     FusedDecoder,
@@ -156,7 +156,8 @@ class World:
         heads = heads.view(len(heads), -1, SIZE)
         if self.bidirectional:
             q, k, v = heads.split((HEADS * GROUP, HEADS, HEADS), dim=1)
-            mixed = ops.bidirectional_attention(q, k, v, LENGTHS.tolist(), SCALE, rows.shape.window)
+            texts = TextRows(LENGTHS.tolist())
+            mixed = ops.bidirectional_attention(q, k, v, texts, SCALE, rows.shape.window)
         else:
             keys, values = self.keys.clone(), self.values.clone()
             turns = self.turns.by_token

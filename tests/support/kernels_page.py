@@ -123,9 +123,9 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-Bidirectional attention (BERT and its like), expert parallelism, the modules of transformers; with
-latent attention also a KV cache of 8 bits; with several ranks also draft models; and deterministic
-inference with latent attention or several ranks.
+Expert parallelism and the modules of transformers; with latent attention also a KV cache of 8 bits;
+with several ranks also draft models; and deterministic inference with latent attention or several
+ranks.
 
 ## Ranks
 

@@ -24,7 +24,7 @@ from antiphon.kernels.flashinfer.backend import flashinfer
 from antiphon.kernels.kv import UNSCALED, KvScales, is_fp8, page_slots, read_keys, read_values
 from antiphon.kernels.op import kernel
 from antiphon.kernels.triton.backend import triton
-from antiphon.kernels.triton.rows import check_pages, device_rows
+from antiphon.kernels.triton.rows import check_pages, device_rows, text_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -432,20 +432,33 @@ class NoCache:
     """The cache spec of a layer with bidirectional attention, which caches nothing."""
 
 
-@kernel("attention.whole", cpu("bidirectional_attention"))
+@dataclass(frozen=True)
+class TextRows:
+    """Rows that are whole texts and follow each other. Made once a pass, used by each layer."""
+
+    lengths: Sequence[int]  # (R,) tokens of each row
+    upload: Upload = torch.as_tensor
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """What Triton kernels read of the rows."""
+        return text_tiles(self.lengths, self.upload)
+
+
+@kernel("attention.whole", cpu("bidirectional_attention"), triton("whole:bidirectional_attention"))
 def bidirectional_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, rows: TextRows, scale: float, window: int | None
 ) -> Tensor:
     """Softmax attention of each token over all tokens of its row, or those in its window.
 
-    q (T, Q, D); k, v (T, H, D); lengths (R,) tokens of each row; rows follow each other; window: a
-    token attends to itself and window - 1 tokens on each side  ->  (T, Q, D)
+    q (T, Q, D); k, v (T, H, D); window: a token attends to itself and window - 1 tokens on each
+    side  ->  (T, Q, D)
 
     Each row runs alone: padding short ones to long ones would cost more than calls.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
-    for length in lengths:
+    for length in rows.lengths:
         row = slice(start, start + length)
         for queries, keys, mask in _pieces(length, window):
             mixed = _attend(q[row][queries], k[row][keys], v[row][keys], mask, scale)

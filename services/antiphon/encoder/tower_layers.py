@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.attention import AttentionMetadata, KvShape, TextRows
 from antiphon.kernels.cpu.fused_decoder import (
     BlockNorms,
     FusedDecoder,
@@ -145,7 +145,8 @@ class TowerLayers:
             k = self._ops.rmsnorm(k.flatten(1), norms.key.weight, norms.eps).view(k.shape)
         if turns is not None:
             q, k = apply_rotary(q, *turns), apply_rotary(k, *turns)
-        return self._ops.bidirectional_attention(q, k, v, rows, self._scale, None).flatten(1)
+        texts = TextRows(rows)
+        return self._ops.bidirectional_attention(q, k, v, texts, self._scale, None).flatten(1)
 
     def _normed(self, x: Tensor, norm: NormWeights) -> Tensor:
         if norm.bias is None:

@@ -183,7 +183,7 @@ def resolve(
     if layers.value == "transformers":
         card = card.with_full_heads()
     if device.kind != "cpu":
-        _check_gpu(settings, card, layers.value)
+        _check_gpu(settings, layers.value)
     if card.source_tokens:
         _check_cross(settings)
     backends = _backends(settings.model)
@@ -319,11 +319,10 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
         yield f"{prefix}{name}", shown or "none", decided.reason
 
 
-def _check_gpu(settings: Settings, card: ModelCard, implementation: str) -> None:
+def _check_gpu(settings: Settings, implementation: str) -> None:
     """Refuse what only runs on the CPU, by the name of its setting."""
     said = f"model.device = {settings.model.device}"
     refused = {
-        "bidirectional attention": not card.causal,
         "model.implementation = transformers": implementation == "transformers",
         "speculation.draft_model with several ranks": (
             bool(settings.speculation.draft_model) and settings.parallel.ranks > 1

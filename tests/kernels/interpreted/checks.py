@@ -23,7 +23,13 @@ from antiphon.kernels import (
 )
 from antiphon.kernels import pages as copies
 from antiphon.kernels import routing as routing_ops
-from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
+from antiphon.kernels.attention import (
+    AttentionMetadata,
+    KvShape,
+    TextRows,
+    bidirectional_attention,
+    paged_attention,
+)
 from antiphon.kernels.experts import ExpertWeights, PlainMatrix, experts
 from antiphon.kernels.kv import (
     UNSCALED,
@@ -505,6 +511,22 @@ def check_latents(
         case.q, case.keys, case.keys, case.rows, case.scale, KvScales(1.0, 1.5)
     )
     close(got, expected)
+
+
+def check_texts(
+    module: Module,
+    lengths: Sequence[int],
+    shape: tuple[int, int, int],
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Texts whose tokens attend in both directions; shape: query heads, kv heads, their size."""
+    heads, kv_heads, size = shape
+    q = randn(sum(lengths), heads, size, dtype=dtype)
+    k, v = (randn(sum(lengths), kv_heads, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    arguments = q, k, v, TextRows(lengths, torch.tensor), size**-0.5, window
+    got = module.bidirectional_attention(*arguments)
+    close(got, bidirectional_attention.reference(*arguments))
 
 
 def check_recurrence(module: Module, kind: str, dtype: torch.dtype = torch.float32) -> None:

@@ -383,7 +383,11 @@ def test_prompts_are_pooled_on_a_device(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["Gemma2ForSequenceClassification", "Qwen3ForRewardModel", "Gemma3TextModel"]
+    "name",
+    [
+        *("Gemma2ForSequenceClassification", "Qwen3ForRewardModel", "Gemma3TextModel"),
+        *("BertForSequenceClassification", "ModernBertModel"),
+    ],
 )
 def test_texts_are_scored_on_a_device(name: str, tmp_path: Path) -> None:
     check_pooled(save(BY_NAME[name], tmp_path).folder, families.VOCABULARY)

@@ -33,6 +33,7 @@ from antiphon.kernels.triton import (
     rounding,
     routing,
     sampling,
+    whole,
 )
 from antiphon.kernels.triton.interpreter import interpreted
 
@@ -371,6 +372,13 @@ def test_rows_of_many_latents_are_split(programs: int) -> None:
     checks.check_latents(latent, 20, 40, LONG, programs=programs)
 
 
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(None, torch.float32), (20, torch.float16), (20, torch.bfloat16)], ids=str
+)
+def test_whole_texts_attend_in_both_directions(window: int | None, dtype: torch.dtype) -> None:
+    checks.check_texts(whole, (70, 1, 130), (4, 2, 24), window, dtype)
+
+
 RECURRENCES = ("ssd, a vector and a number", "ssd, without a norm", "gated delta, three vectors")
 
 
@@ -425,6 +433,8 @@ ssd = partial(checks.check_recurrence, kind="ssd, odd")
 delta = partial(checks.check_recurrence, kind="gated delta, odd")
 latents = partial(checks.check_latents, queries_per_head=20, size=40, lengths=FAST)
 many_latents = partial(latents, lengths=LONG)
+texts = partial(checks.check_texts, lengths=(70, 1, 130), shape=(4, 2, 24))
+windowed_texts = partial(texts, window=20)
 copied = partial(checks.check_pages, size=40)
 draws = partial(checks.check_draw, vocabulary=300)
 changes = partial(checks.check_logits, vocabulary=300)
@@ -513,6 +523,13 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("rounding", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", rounded_rows),
     ("rounding", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", rounded_groups),
     ("rounding", "mask=group < GROUPS", "mask=group <= GROUPS", rounded_groups),
+    ("whole", "low, high = 0, length", "low, high = 0, length - 1", texts),
+    ("whole", "head // (HEADS // KV_HEADS)", "head % KV_HEADS", texts),
+    ("whole", "mixed * shrink[:, None]", "mixed", texts),
+    ("whole", "mass * shrink", "mass", texts),
+    ("whole", "distance < WINDOW", "distance <= WINDOW", windowed_texts),
+    ("whole", "distance > -WINDOW", "distance > -WINDOW - 1", windowed_texts),
+    ("whole", "BLOCK_M + WINDOW - 1, length", "BLOCK_M + WINDOW - 2, length", windowed_texts),
     ("latent", "<= position[:, None]", "< position[:, None]", latents),
     ("latent", "part * PART + packed % PART", "packed % PART", latents),
     ("latent", "tl.trans(turned), scores", "tl.trans(turned), 0 * scores", latents),

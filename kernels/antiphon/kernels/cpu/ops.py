@@ -14,12 +14,10 @@ from antiphon.kernels.cpu import extension
 from antiphon.kernels.kv import UNSCALED, KvScales, key_pages_shape, store_kv, value_pages_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.attention import AttentionMetadata
+    from antiphon.kernels.attention import AttentionMetadata, TextRows
     from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
     from antiphon.kernels.rotary import QkNormWeights
 
@@ -85,7 +83,7 @@ def activate(x: Tensor, activation: ActivationKind) -> Tensor:
 
 
 def bidirectional_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, texts: TextRows, scale: float, window: int | None
 ) -> Tensor:
     # Only here: that module names the functions of this one.
     from antiphon.kernels.attention import AttentionMetadata, KvShape  # noqa: PLC0415
@@ -94,7 +92,7 @@ def bidirectional_attention(
     shape = KvShape(
         PASS_PAGE_TOKENS, heads, q.shape[1] // heads, size, q.dtype, window, bidirectional=True
     )
-    rows = AttentionMetadata.of_texts(shape, np.array(lengths, np.int32))
+    rows = AttentionMetadata.of_texts(shape, np.array(texts.lengths, np.int32))
     pages = 1 + int(rows.page_table.max())
     room = (pages, PASS_PAGE_TOKENS, heads, size, q.dtype)
     keys, values = k.new_empty(key_pages_shape(*room)), v.new_empty(value_pages_shape(*room))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -23,6 +25,8 @@ SPLITS_MAX, PROGRAMS = 32, 4096
 """Parts of a row, and programs of a launch, at most: more of them would not run at a time."""
 EXTEND_ROWS = 64
 """Queries of a tile times query heads a kv head, of rows of several queries."""
+TEXT_QUERIES = 64
+"""Queries of a tile of a text whose tokens attend in both directions."""
 ALIGNED_INTS = 4
 
 
@@ -94,6 +98,17 @@ def device_rows(
         Tiles(decoded, 1, splits) if len(alone) else None,
         Tiles(extended, queries, 1) if len(several) else None,
     )
+
+
+def text_tiles(lengths: Sequence[int], upload: Upload) -> Tensor:
+    """Tiles of texts that follow each other, (N, 3) int32: first token, its length, first query."""
+    length = np.array(lengths, np.int32)
+    start = np.cumsum(length, dtype=np.int32) - length
+    counts = -(-length // TEXT_QUERIES)
+    text = np.repeat(np.arange(len(length)), counts)
+    index = np.arange(len(text), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    queries = (index * TEXT_QUERIES).astype(np.int32)
+    return upload(np.stack([start[text], length[text], queries], axis=1))
 
 
 def check_pages(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.attention import AttentionMetadata, ImageRows, KvShape, paged_attention
+from antiphon.kernels.attention import (
+    AttentionMetadata,
+    ImageRows,
+    KvShape,
+    TextRows,
+    paged_attention,
+)
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, UncachedHeads
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_keys
@@ -297,7 +303,8 @@ class ForwardContexts:
             raise PlanRefused(
                 f"step {plan.step}: bidirectional attention needs the whole text in one pass"
             )
-        return partial(_bidirectional_attention, self._ops, plan.query_len.tolist(), angles)
+        texts = TextRows(plan.query_len.tolist(), self._upload)
+        return partial(_bidirectional_attention, self._ops, texts, angles)
 
     def _attend_latent(
         self, groups: Sequence[AttentionMetadata], angles: Angles
@@ -358,7 +365,7 @@ def _paged_attention(
 
 
 def _bidirectional_attention(
-    ops: Ops, lengths: list[int], angles: Angles, _: int, heads: Tensor, params: AttentionParams
+    ops: Ops, texts: TextRows, angles: Angles, _: int, heads: Tensor, params: AttentionParams
 ) -> Tensor:
     """The same for all layers: all tokens of a row are in the pass, and nothing is cached."""
     keys = heads.shape[1] - 2 * params.kv_heads
@@ -366,7 +373,7 @@ def _bidirectional_attention(
     cos, sin = angles(params.rotary).by_token
     rotated = apply_rotary(heads[:, :values], cos, sin)
     q, k, v = rotated[:, :keys], rotated[:, keys:], heads[:, values:]
-    return ops.bidirectional_attention(q, k, v, lengths, params.scale, params.window)
+    return ops.bidirectional_attention(q, k, v, texts, params.scale, params.window)
 
 
 def _paged_latent_attention(
