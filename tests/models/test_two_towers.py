@@ -159,6 +159,28 @@ def test_vectors_of_texts_and_images_side_by_side_are_those_of_transformers(fold
     assert others.max() < 0.999, "different inputs have different vectors"
 
 
+@pytest.mark.parametrize("former", [False, True])
+def test_the_first_end_token_of_a_text_has_its_vector(former: bool, tmp_path: Path) -> None:
+    """Of CLIPs whose config has the former end token, the first token with the highest id."""
+    folder = write_clip(tmp_path)
+    if former:
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        change_config(folder, text_config={**text, "eos_token_id": 2})
+    reference = TwoTowers(folder)
+    begin, *words, end = reference.ids(TEXTS[1])
+    texts = [
+        [begin, *words, end],
+        [begin, *words, *[end] * 9],
+        [begin, *words[:3], end, *words, end],
+        [*words, end, begin, *words],
+        *([[*words, begin, *words, begin]] if former else []),
+    ]
+    loop = ComparingLoop(folder, [], running_max=4)
+    for ids, ours in zip(texts, loop.vectors_of(texts), strict=True):
+        theirs = reference.of_ids(ids)
+        assert float((ours - theirs).abs().max() / theirs.std()) < LIMIT
+
+
 @pytest.mark.skipif(LINEAR == "plain", reason="the CPU's own kernels are not built")
 def test_an_image_changes_no_bit_of_a_text_beside_it(folder: Path) -> None:
     ids = TwoTowers(folder).ids(TEXTS[1])
@@ -237,6 +259,13 @@ def test_what_is_no_image_alone_is_refused(folder: Path) -> None:
 
 
 def test_a_config_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    clip = tmp_path / "clip"
+    clip.mkdir()
+    write_clip(clip)
+    text = json.loads((clip / "config.json").read_text())["text_config"]
+    change_config(clip, text_config={**text, "eos_token_id": [5, 6]})
+    with pytest.raises(ConfigError, match=r"eos_token_id = \(5, 6\): must be one id"):
+        read_pooling(clip, read_card(clip))
     folder = write_siglip(tmp_path)
     before = json.loads((folder / "config.json").read_text())
     for part, changes, complaint in (
@@ -310,11 +339,9 @@ def test_published_configs_leave_out_what_their_classes_have(name: str, tmp_path
     assert found == shape
     pooling, vision = read_pooling(tmp_path, card), read_vision(tmp_path)
     assert pooling is not None
-    assert (pooling.card.width, pooling.card.images, card.causal) == (
-        images.width,
-        True,
-        not images.text_tokens,
-    )
+    assert (pooling.card.width, pooling.card.images) == (images.width, True)
+    clip = not images.text_tokens
+    assert (card.causal, pooling.end_id) == (clip, 49407 if clip else None)
     assert vision is not None
     assert msgspec.structs.replace(vision, processing=b"") == images
 

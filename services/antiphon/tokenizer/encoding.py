@@ -307,7 +307,7 @@ class TextEncoder:
     ) -> list[int]:
         """The first ids of a text; a plain one keeps the special tokens that end it.
 
-        A model may pool these: CLIP's vectors are those of the last token.
+        A model may pool these: CLIP's vectors are those of the end token.
         """
         if text.messages is not None or text.pair is not None or not text.special_tokens:
             return encoding.ids[:kept]

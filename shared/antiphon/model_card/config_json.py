@@ -211,6 +211,7 @@ TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
         "num_attention_heads": 8,
         "max_position_embeddings": 77,
         "vocab_size": 49408,
+        "eos_token_id": 49407,
     },
     ("InternVLForConditionalGeneration", "qwen2"): _QWEN2,
     ("LlavaNextForConditionalGeneration", "llama"): _LLAMA_7B,
@@ -231,7 +232,7 @@ TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
     },
     ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
-"""By architecture and the type of its text model: sizes that published files leave out."""
+"""By architecture and the type of its text model: fields that published files leave out."""
 TEXT_TYPES: Mapping[str, str] = {
     "CLIPModel": "clip_text_model",
     "InternVLForConditionalGeneration": "qwen2",

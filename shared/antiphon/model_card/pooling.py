@@ -36,6 +36,8 @@ class PoolMode(StrEnum):
     """The vector of the first token."""
     MEAN = "mean"
     """The mean of all token vectors."""
+    END = "end"
+    """The vector of the first end token, or of the last token if there is none."""
 
 
 class PoolingActivation(StrEnum):
@@ -61,6 +63,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     """Never `generate`."""
     mode: PoolMode
+    end_id: int | None = None
+    """The end token of the mode `end`; None: the first token with the highest id of the text."""
     dense: tuple[Dense, ...] = ()
     normalize: bool
     """Whether the vector is then normalized to length 1."""
@@ -99,7 +103,8 @@ def read_pooling(
     )
     pooling = Pooling(task=task, mode=habit, normalize=True, card=output)
     if card.architecture in TWO_TOWER_ARCHITECTURES:
-        return _projected(pooling, card.architecture, config)
+        source = files.folder / "config.json"
+        return _projected(pooling, card.architecture, config, source)
     listing = files.folder / "modules.json"
     if not listing.exists():
         return pooling
@@ -140,6 +145,7 @@ class _PoolingFields(msgspec.Struct):
     sentence_transformers: _Sentence | None = None
     projection_dim: int = 512
     projection_size: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
 
     @property
     def scores_plainly(self) -> bool:
@@ -149,8 +155,15 @@ class _PoolingFields(msgspec.Struct):
         return named is not None and named.rpartition(".")[2] == "Identity"
 
 
-def _projected(pooling: Pooling, architecture: str, config: _PoolingFields) -> Pooling:
-    """The last token, projected: what a tower for texts compares with images."""
+_FORMER_END = 2
+"""The end token of CLIPs that were published before their configs had the right one. Texts end with
+the highest id there."""
+
+
+def _projected(
+    pooling: Pooling, architecture: str, config: _PoolingFields, source: Path
+) -> Pooling:
+    """The end token of CLIP and the last token of SigLIP, projected, are compared with images."""
     width = pooling.card.width
     clip = architecture == "CLIPModel"
     dense = Dense(
@@ -162,7 +175,13 @@ def _projected(pooling: Pooling, architecture: str, config: _PoolingFields) -> P
         squash=PoolingActivation.IDENTITY,
     )
     card = replace(pooling.card, width=dense.outputs, images=True)
-    return replace(pooling, mode=PoolMode.LAST, dense=(dense,), card=card)
+    pooling = replace(pooling, mode=PoolMode.LAST, dense=(dense,), card=card)
+    if not clip:
+        return pooling
+    end = config.eos_token_id
+    if not isinstance(end, int):
+        raise ConfigError(f"{source}: eos_token_id = {end}: must be one id, that of the end token")
+    return replace(pooling, mode=PoolMode.END, end_id=None if end == _FORMER_END else end)
 
 
 class _Module(msgspec.Struct):

@@ -502,7 +502,9 @@ def test_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
     assert decide(DEVICE, encoder, model__deterministic="1").deterministic.value
 
 
-@pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
+@pytest.mark.parametrize(
+    ("mode", "cached"), [("last", True), ("cls", False), ("mean", False), ("end", False)]
+)
 def test_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
     pooling = Pooling(
         task=Task.EMBED, mode=PoolMode(mode), normalize=True, card=PoolingCard(width=64)

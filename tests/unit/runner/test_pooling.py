@@ -24,15 +24,24 @@ if TYPE_CHECKING:
 
 HIDDEN = 6
 STATES = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
+IDS = np.arange(40, dtype=np.int32) % 11
+EXPECTED = {**POOLED, "end": lambda stream: stream[min(10, len(stream) - 1)]}
+"""The first token with the highest id is the one at 10."""
 Row = tuple[int, int, int]
 """Slot, and where its piece of `STATES` begins and ends."""
 
 
 def pooler(
-    mode: PoolMode, *linears: PoolingLinear, task: Task = Task.EMBED, normalize: bool = False
+    mode: PoolMode,
+    *linears: PoolingLinear,
+    task: Task = Task.EMBED,
+    normalize: bool = False,
+    end_id: int | None = None,
 ) -> Pooler:
-    card = PoolingCard(width=HIDDEN)
-    return Pooler(Pooling(mode=mode, task=task, normalize=normalize, card=card), linears)
+    pooling = Pooling(
+        mode=mode, task=task, end_id=end_id, normalize=normalize, card=PoolingCard(width=HIDDEN)
+    )
+    return Pooler(pooling, linears)
 
 
 def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int) -> list[Tensor]:
@@ -40,6 +49,7 @@ def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int
         [end - start for _, start, end in rows],
         slot=np.array([slot for slot, _, _ in rows], np.int32),
         kv_len=np.array([end for _, _, end in rows], np.int32),
+        tokens=np.concatenate([IDS[start:end] for _, start, end in rows]),
         logit_tokens=np.zeros(0, np.int32),
         pooling=PoolingRequest(
             ends=np.array(ends, np.bool_),
@@ -55,11 +65,11 @@ def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int
 @pytest.mark.parametrize("mode", list(PoolMode))
 def test_a_prompt_in_pieces_has_the_bits_of_a_whole_one(mode: PoolMode) -> None:
     (whole,) = pool(pooler(mode), [(0, 0, 40)], [True])
-    torch.testing.assert_close(whole, POOLED[mode](STATES))
+    torch.testing.assert_close(whole, EXPECTED[mode](STATES))
     at = pooler(mode)
     first, beside = pool(at, [(3, 0, 17), (5, 0, 9)], [False, True])
     assert not len(first)
-    torch.testing.assert_close(beside, POOLED[mode](STATES[:9]))
+    torch.testing.assert_close(beside, EXPECTED[mode](STATES[:9]))
     assert not len(pool(at, [(3, 17, 18)], [False])[0])
     _, last = pool(at, [(5, 0, 4), (3, 18, 40)], [False, True])
     assert torch.equal(last, whole)
@@ -71,7 +81,7 @@ def test_a_piece_that_is_run_again_counts_once(mode: PoolMode) -> None:
     for rows in ([(0, 0, 10)], [(0, 10, 20)], [(0, 10, 20)], [(0, 20, 30)]):
         pool(at, rows, [False])
     (again,) = pool(at, [(0, 20, 40)], [True])
-    torch.testing.assert_close(again, POOLED[mode](STATES))
+    torch.testing.assert_close(again, EXPECTED[mode](STATES))
 
 
 @pytest.mark.parametrize("mode", list(PoolMode))
@@ -79,10 +89,24 @@ def test_a_slot_forgets_its_last_request(mode: PoolMode) -> None:
     at = pooler(mode)
     pool(at, [(0, 0, 10)], [False])  # of a request that was dropped
     (other,) = pool(at, [(0, 0, 5)], [True])
-    torch.testing.assert_close(other, POOLED[mode](STATES[:5]))
+    torch.testing.assert_close(other, EXPECTED[mode](STATES[:5]))
 
 
-@pytest.mark.parametrize("mode", [PoolMode.CLS, PoolMode.MEAN])
+@pytest.mark.parametrize(
+    ("end_id", "last", "at"), [(3, 20, 3), (3, 2, 1), (10, 20, 10), (11, 20, 19)]
+)
+def test_an_end_token_is_found_in_any_piece(end_id: int, last: int, at: int) -> None:
+    """Without one the last token stands for the text."""
+    pooler_ = pooler(PoolMode.END, end_id=end_id)
+    for start in range(last - 1):
+        pool(pooler_, [(0, start, start + 1)], [False])
+    (by_pieces,) = pool(pooler_, [(0, last - 1, last)], [True])
+    (whole,) = pool(pooler_, [(0, 0, last)], [True])
+    assert torch.equal(by_pieces, STATES[at])
+    assert torch.equal(whole, STATES[at])
+
+
+@pytest.mark.parametrize("mode", [PoolMode.CLS, PoolMode.MEAN, PoolMode.END])
 def test_a_prompt_whose_beginning_was_not_run_is_a_bug_and_no_vector(mode: PoolMode) -> None:
     with pytest.raises(AssertionError):
         pool(pooler(mode), [(0, 10, 20)], [True])

@@ -6,7 +6,7 @@ Axes: R rows, T tokens of the plan, D hidden size, W elements of a vector.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import LoadFormat, find_files
 from antiphon.model_card.pooling import Dense, Pooling, PoolingActivation, PoolMode
-from antiphon.model_worker.batching.plan import Floats, PooledVectors, StepPlan
+from antiphon.model_worker.batching.plan import Floats, Ints, PooledVectors, StepPlan
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
 
@@ -40,6 +40,17 @@ _ACTIVATIONS: dict[PoolingActivation, Callable[[Tensor], Tensor]] = {
 }
 
 
+class _PooledPrefix(NamedTuple):
+    """The pooled vector of the first `end` tokens of a prompt.
+
+    Of the mode `end` also the rank of the token that it belongs to; 0: none is an end token.
+    """
+
+    end: int
+    vector: Tensor
+    rank: int = 0
+
+
 class Pooler:
     """Pools each prompt into a vector; a prompt may arrive in several prefill chunks.
 
@@ -50,9 +61,8 @@ class Pooler:
     def __init__(self, pooling: Pooling, linears: tuple[PoolingLinear, ...] = ()) -> None:
         self._pooling = pooling
         self._linears = linears
-        # By slot: the number of prompt tokens so far, and the pooled vector up to there. A plan may
-        # be run again, so earlier chunks are kept to resume from.
-        self._partial: dict[int, list[tuple[int, Tensor]]] = {}
+        # By slot. A plan may be run again, so earlier chunks are kept to resume from.
+        self._partial: dict[int, list[_PooledPrefix]] = {}
 
     @classmethod
     def open(cls, pooling: Pooling, folder: Path, model: LoadedModel) -> Pooler:
@@ -83,7 +93,9 @@ class Pooler:
                 values.append(self._cut(image, dimensions).numpy())
                 widths[row + 1] = len(values[-1])
                 continue
-            pooled = self._take(int(plan.slot[row]), piece, end - int(plan.query_len[row]))
+            start, count = int(plan.query_start[row]), int(plan.query_len[row])
+            ids = plan.tokens[start : start + count]
+            pooled = self._take(int(plan.slot[row]), piece, ids, end - count)
             if ended:
                 if self._pooling.mode is PoolMode.MEAN:
                     pooled = pooled / end
@@ -116,23 +128,37 @@ class Pooler:
         rows = np.searchsorted(plan.query_start, plan.spliced, side="right") - 1
         return dict(zip(rows.tolist(), torch.tensor(plan.spliced_rows), strict=True))
 
-    def _take(self, slot: int, piece: Tensor, start: int) -> Tensor:
+    def _take(self, slot: int, piece: Tensor, ids: Ints, start: int) -> Tensor:
         """The pooled vector of a prompt up to and with a chunk, which begins at `start`.
 
         piece: (n, D), of the last token alone (1, D)
+        ids: (n,) those of the chunk's tokens
         """
         if self._pooling.mode is PoolMode.LAST:
             return piece[-1]
-        earlier = [(end, vector) for end, vector in self._partial.get(slot, []) if 0 < end <= start]
-        before = earlier[-1][1] if earlier else None
-        assert start == (earlier[-1][0] if earlier else 0), "an earlier chunk is missing"
+        earlier = [each for each in self._partial.get(slot, []) if 0 < each.end <= start]
+        before = earlier[-1] if earlier else None
+        assert start == (0 if before is None else before.end), "an earlier chunk is missing"
+        end, rank = start + len(piece), 0
         if self._pooling.mode is PoolMode.MEAN:
-            total = _added(piece, before)
+            vector = _added(piece, None if before is None else before.vector)
+        elif self._pooling.mode is PoolMode.END:
+            vector, rank = self._of_end(piece, ids, before)
         else:
             # A copy, since a view would keep the hidden states of the whole batch in memory.
-            total = piece[0].clone() if before is None else before
-        self._partial[slot] = [*earlier, (start + len(piece), total)]
-        return total
+            vector = piece[0].clone() if before is None else before.vector
+        self._partial[slot] = [*earlier, _PooledPrefix(end, vector, rank)]
+        return vector
+
+    def _of_end(self, piece: Tensor, ids: Ints, before: _PooledPrefix | None) -> tuple[Tensor, int]:
+        """The vector of the end token up to and with a chunk (n, D), and its rank."""
+        end_id = self._pooling.end_id
+        ranks = ids + 1 if end_id is None else (ids == end_id).astype(np.int32)
+        at = int(ranks.argmax())  # the first of them
+        rank = int(ranks[at])
+        if before is not None and before.rank and before.rank >= rank:
+            return before.vector, before.rank
+        return piece[at if rank else -1].clone(), rank
 
     def _finish(self, pooled: Tensor, dimensions: int, score: Score) -> Tensor:
         """The result for a pooled vector (D,), after linears, normalisation or head  ->  (W,)."""

@@ -22,7 +22,7 @@ NORMS = Norms(before_mixer="layer_norm1", before_feed_forward="layer_norm2")
 
 
 def declare_clip(config: ConfigFile) -> ModelSpec:
-    """CLIP: causal attention. The last token's vector is projected by the pooler.
+    """CLIP: causal attention. The vector of the first end token is projected by the pooler.
 
     Source: Radford et al. 2021, arXiv:2103.00020, section 2.4.
     """
