@@ -26,7 +26,14 @@ from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import repeat
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
-from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, fetch, part_digests
+from antiphon.transfer.blobs import (
+    PART_BYTES,
+    BlobServer,
+    BlobStore,
+    fetch,
+    medium_lost,
+    part_digests,
+)
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
 from antiphon.wire.errors import (
@@ -53,7 +60,9 @@ if TYPE_CHECKING:
 
 _NUMBER_BYTES = 4
 """Embeddings are float32."""
-_FETCH_S = 30.0
+_FETCH_S = 25.0
+"""Less than a worker waits for an answer, which says that the owner of the medium is not reached.
+"""
 _DECODE_S = 600.0
 """Maximum wait for a child and its result; a child has less for one medium."""
 _CACHED_MIN = 4
@@ -274,7 +283,7 @@ class ImageEncoder:
             return request.image
         if (kept := self._files.take(claim.digest)) is not None:
             return kept
-        with self.metrics.fetch_seconds.time():
+        with self.metrics.fetch_seconds.time(), medium_lost():
             return await fetch(claim, timeout_s=_FETCH_S, bytes_max=bytes_max)
 
     def _claim(self, embedding: CachedEmbedding) -> Claim:

@@ -27,11 +27,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 from antiphon.transfer.memory import views_of
-from antiphon.wire.claim import Claim
+from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, MEDIUM_UNREACHABLE, Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from antiphon.transfer.memory import BlobData
 
@@ -57,6 +57,8 @@ ACCEPT_PAUSE_S = 0.1
 LOG_PAUSE_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+"""A host that is gone does not refuse a connection: it answers nothing."""
 _TIMEVAL: Final = struct.Struct("@ll")
 _PORT_MAX: Final = 65_535
 
@@ -120,12 +122,24 @@ async def fetch_all(
     return blobs
 
 
+@contextlib.contextmanager
+def medium_lost() -> Generator[None]:
+    """Let errors of a fetch say that the owner of a medium is at fault, and whether for good."""
+    try:
+        yield
+    except (BlobGone, BlobCorrupt) as error:
+        passing = isinstance(error, BlobUnreachable)
+        error.details = {MEDIUM_LOST: MEDIUM_UNREACHABLE if passing else MEDIUM_GONE}
+        raise
+
+
 async def _connected(host: str, port: int, hello: bytes) -> socket.socket:
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         connection.setblocking(False)  # noqa: FBT003  # the name says it
-        await loop.sock_connect(connection, (host, port))
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await loop.sock_connect(connection, (host, port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await loop.sock_sendall(connection, hello)
     except BaseException:

@@ -6,7 +6,7 @@ A miss is always allowed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -135,6 +135,14 @@ class EncodeImage(Message):
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None
+
+
+MEDIUM_LOST: Final = "medium"
+"""Key in the `details` of an encoder's error: the medium was not fetched from its owner."""
+MEDIUM_GONE: Final = "gone"
+"""The owner has it no longer, or other bytes in its place."""
+MEDIUM_UNREACHABLE: Final = "unreachable"
+"""The owner was not reached, or was too slow: it may still have it."""
 
 
 class ImageEmbedding(Message):

@@ -25,8 +25,16 @@ from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_m
 from antiphon.resolve.device import HostDevice
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
-from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
-from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding, VideoHeader
+from antiphon.transfer.blobs import BlobServer, BlobStore, fetch, new_token
+from antiphon.wire.claim import (
+    MEDIUM_GONE,
+    MEDIUM_LOST,
+    MEDIUM_UNREACHABLE,
+    Claim,
+    EncodeImage,
+    ImageEmbedding,
+    VideoHeader,
+)
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -298,9 +306,16 @@ async def test_bad_requests_are_named(siglip: Path) -> None:
 
 async def test_a_claim_that_cannot_be_fetched_is_unavailable(world: World) -> None:
     async with holding(RED) as claim:
-        lie = replace(claim, digest=hashlib.sha256(b"another").digest())
-        assert isinstance(await world.refusal(claim=lie), Unavailable)
-    assert isinstance(await world.refusal(claim=claim), Unavailable)
+        for lie in (
+            replace(claim, digest=hashlib.sha256(b"another").digest()),
+            replace(claim, token=new_token()),
+        ):
+            refused = await world.refusal(claim=lie)
+            assert isinstance(refused, Unavailable)
+            assert refused.details == {MEDIUM_LOST: MEDIUM_GONE}
+    refused = await world.refusal(claim=claim)
+    assert isinstance(refused, Unavailable)
+    assert refused.details == {MEDIUM_LOST: MEDIUM_UNREACHABLE}
     assert world.embedded() == 0
 
 

@@ -8,12 +8,14 @@ from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import Running, running
 from tests.support.wait import until
 
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
 from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
+from antiphon.model_worker.protocol import media
 from antiphon.model_worker.protocol.media import EmbeddingClient
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
@@ -21,8 +23,8 @@ from antiphon.service.service import Report
 from antiphon.service.startup import bind
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
 from antiphon.wire.base import Role
-from antiphon.wire.claim import Claim, ImageEmbedding
-from antiphon.wire.errors import Internal
+from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, MEDIUM_UNREACHABLE, Claim, ImageEmbedding
+from antiphon.wire.errors import Internal, Unavailable
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.routes import ENCODE_IMAGE
@@ -47,6 +49,7 @@ class FakeEncoder:
         self._runtime = runtime
         self._shelf = shelf
         self.asked: list[bytes] = []
+        self.lost = ""
         self.answering = asyncio.Event()
         self.answering.set()
 
@@ -76,6 +79,8 @@ class FakeEncoder:
         digest = request.claim.digest
         self.asked.append(digest)
         await self.answering.wait()
+        if self.lost:
+            raise Unavailable("not fetched", details={MEDIUM_LOST: self.lost})
         rows = np.full((TOKENS, WIDTH), digest[0], "<f4") + np.arange(TOKENS)[:, None] * 1000
         rows = rows.astype("<f4")
         return ImageEmbedding(
@@ -253,8 +258,45 @@ async def test_what_a_client_has_embedded_is_fetched_from_its_owner() -> None:
                     assert isinstance(done.error, Internal)
                 else:
                     assert (done.embeddings[0] == rows.reshape(TOKENS, WIDTH)[first:last]).all()
+            claim = owner.put(rows.tobytes(), 60)
+            owner.discard(claim)
+            worker.begin(0, 0, TOKENS, claim)
+            gone = (await worker.landed()).error
+            assert isinstance(gone, Unavailable)
+            assert "is gone" in gone.message
             server.cancel()
         assert made.asked == [[], []], "no encoder is called"
+
+
+@pytest.mark.parametrize("lost", [MEDIUM_GONE, MEDIUM_UNREACHABLE])
+async def test_a_medium_whose_owner_is_gone_ends_its_request_before_the_deadline(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "GATEWAY_LOST_S", 0.2)
+    async with world() as made:
+        for _, encoder in made.encoders:
+            encoder.service.lost = lost
+        made.worker.service.begin(1)
+        error = (await made.worker.service.landed()).error
+        assert isinstance(error, Unavailable)
+        assert (error.param, error.message.endswith("is gone; send the request again")) == (
+            "media.0",
+            True,
+        )
+        assert made.worker.service.bytes_held == 0
+        # Another one may reach an owner that one of them does not.
+        assert sum(map(bool, made.asked)) == (1 if lost == MEDIUM_GONE else 2)
+
+
+async def test_a_medium_whose_owner_is_reached_again_is_embedded() -> None:
+    async with world() as made:
+        for _, encoder in made.encoders:
+            encoder.service.lost = MEDIUM_UNREACHABLE
+        made.worker.service.begin(1)
+        await until(lambda: any(made.asked))
+        for _, encoder in made.encoders:
+            encoder.service.lost = ""
+        assert await made.worker.service.loaded() == 1
 
 
 async def test_calls_of_an_encoder_that_is_silent_are_made_at_another() -> None:

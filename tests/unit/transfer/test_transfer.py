@@ -6,9 +6,10 @@ import asyncio
 import errno
 import hashlib
 import os
+import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,6 +26,7 @@ from antiphon.transfer.blobs import (
     BlobServer,
     BlobSource,
     BlobStore,
+    BlobUnreachable,
     fetch,
     fetch_all,
     fetch_range,
@@ -35,7 +37,6 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import AsyncGenerator, Callable
 
 MIB = 1024 * 1024
@@ -204,6 +205,22 @@ async def test_holder_that_says_nothing_is_gone_in_time():
     claim = BlobStore(address, MIB, ManualClock()).put(b"x", 60)
     with bound, pytest.raises(BlobGone):
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
+
+
+async def test_host_that_answers_nothing_is_unreachable_before_the_fetch_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(blobs, "CONNECT_TIMEOUT_S", 0.05)
+    bound, address = listener()
+    bound.listen(0)
+    claim = BlobStore(address, MIB, ManualClock()).put(b"x", 60)
+    with bound, ExitStack() as stack:
+        for _ in range(4):  # the kernel takes no more
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(bound.getsockname())
+        with pytest.raises(BlobUnreachable):
+            await fetch(claim, timeout_s=1000, bytes_max=MIB)
 
 
 @pytest.mark.parametrize(

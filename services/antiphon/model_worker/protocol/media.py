@@ -5,14 +5,16 @@ encoders, for requests that are about to need them.
 
 The batching loop calls `load` and `release`, which return at once; everything else is done in the
 event loop. Encoders are called again until the request's deadline: the medium is at its owner, and
-they hold nothing that is not found again. A medium has an encoder that is asked first, which may
-have it in its cache; the next one is asked where that one is gone or has too much to do.
+they hold nothing that is not found again. If the owner is gone, the request ends. A medium has an
+encoder that is asked first, which may have it in its cache; the next one is asked where that one is
+gone, has too much to do, or does not reach the owner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,9 +27,15 @@ from antiphon.service.clock import remaining_s
 from antiphon.service.peers import Liveness, PeerChange
 from antiphon.service.tasks import gather, isolated
 from antiphon.telemetry import catalog
-from antiphon.transfer.blobs import PART_BYTES, BlobUnreachable, fetch, fetch_range
+from antiphon.transfer.blobs import (
+    PART_BYTES,
+    BlobUnreachable,
+    fetch,
+    fetch_range,
+    medium_lost,
+)
 from antiphon.wire.base import Role
-from antiphon.wire.claim import EncodeImage
+from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, EncodeImage
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -152,9 +160,10 @@ class EmbeddingClient:
         """Call encoders until one has answered: (rows, width).
 
         Raises:
-            EngineError: The medium is at fault; the error names its index.
+            EngineError: The medium is at fault, or its owner is gone; the error names its index.
         """
         pause_s, passed = RETRY_S, 0
+        clock, lost_at = self._runtime.clock, math.inf
         while True:
             try:
                 if wanted.medium.embedded:
@@ -164,20 +173,33 @@ class EmbeddingClient:
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
                 log.info("medium not embedded yet", extra=fields)
+                lost = error.details.get(MEDIUM_LOST)
+                if lost is not None:
+                    lost_at = min(lost_at, clock.now())
+                    if lost == MEDIUM_GONE or clock.now() - lost_at >= GATEWAY_LOST_S:
+                        raise self._lost(load, index, error) from error
                 # One that is slow goes on with it, and has it when it is asked again.
-                passed += isinstance(error, Overloaded | NoResponders)
+                passed += isinstance(error, Overloaded | NoResponders) or lost is not None
             except EngineError as error:
                 error.param = f"media.{index}"
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 
+    @staticmethod
+    def _lost(load: MediaLoad, index: int, error: EngineError) -> Unavailable:
+        """The error of a medium whose gateway has died, or holds it no longer."""
+        fields = {"request_id": load.request_id, "medium": index, "reason": error.message}
+        log.warning("medium lost", extra=fields)
+        text = "the gateway that held a medium of the request is gone; send the request again"
+        return Unavailable(text, param=f"media.{index}", retry_after_s=1.0)
+
     async def _sent(self, wanted: MediumRows, left_s: float) -> Floats:
         """Fetch rows of what a client has embedded, from their owner."""
         claim, rows = wanted.medium.claim, wanted.medium.span.rows
         if claim.size_bytes != rows * self._width * NUMBER_BYTES:
             raise Internal(f"an embedding has {claim.size_bytes} bytes, not {rows} rows")
-        with self._fetch_seconds.time():
+        with self._fetch_seconds.time(), medium_lost():
             return await self._fetched(claim, wanted, min(left_s, ATTEMPT_S))
 
     def _encoder(self, medium: Medium, passed: int) -> Process:
