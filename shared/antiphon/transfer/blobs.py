@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
+from msgspec import structs
+
 from antiphon.transfer.memory import views_of
 from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, MEDIUM_UNREACHABLE, Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -325,11 +327,18 @@ class ExpiryClock(Protocol):
 
 @dataclass(slots=True)
 class Blob:
-    """Bytes until they expire, or, if they are `spare`, until others find no room."""
+    """Bytes until they expire, or, if they are `spare`, until others find no room.
+
+    Attributes:
+        holders: How many hold them, of those that discard them.
+        kept: Without holders they are spare. Else they are dropped.
+    """
 
     data: bytes | bytearray | memoryview
     expires_at: float
     spare: bool = False
+    holders: int = 1
+    kept: bool = False
 
 
 class BlobStore:
@@ -436,10 +445,42 @@ class BlobStore:
         if (blob := self._blobs.get(claim.token)) is not None:
             blob.spare = False
 
+    def share(self, claim: Claim, lifetime_s: float) -> Claim | None:
+        """Hold bytes for one more, for so long at least; None if they are gone."""
+        blob, now = self._blobs.get(claim.token), self._clock.now()
+        if blob is None or blob.expires_at < now:
+            return None
+        blob.holders, blob.spare = blob.holders + 1, False
+        blob.expires_at = max(blob.expires_at, now + lifetime_s)
+        left_ms = int(1000 * (blob.expires_at - now))
+        return structs.replace(claim, expires_unix_ms=self._clock.unix_ms() + left_ms)
+
+    def keep(self, claim: Claim) -> None:
+        """Let bytes be spare, and not dropped, once they are not held, until `forget`."""
+        if (blob := self._blobs.get(claim.token)) is not None:
+            blob.kept = True
+
+    def forget(self, claim: Claim) -> None:
+        """Drop bytes that were kept, as soon as they are not held. Unknown claims are ignored."""
+        if (blob := self._blobs.get(claim.token)) is not None:
+            blob.kept = False
+            if not blob.holders:
+                self._drop(claim)
+
     def discard(self, claim: Claim) -> None:
-        """Drop bytes that were fetched. Unknown claims are ignored."""
-        if (blob := self._blobs.pop(claim.token, None)) is not None:
-            self._bytes -= len(blob.data)
+        """Drop bytes, unless others hold them, or they are kept. Unknown claims are ignored."""
+        if (blob := self._blobs.get(claim.token)) is None:
+            return
+        blob.holders -= 1
+        if blob.holders > 0:
+            return
+        if blob.kept:
+            self.spare(claim.token)
+        else:
+            self._drop(claim)
+
+    def _drop(self, claim: Claim) -> None:
+        self._bytes -= len(self._blobs.pop(claim.token).data)
 
     def sweep(self) -> None:
         """Drop what has expired. Blobs are looked at only if one may have: many calls wait."""

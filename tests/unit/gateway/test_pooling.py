@@ -9,8 +9,11 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ollama
 import pytest
+from aiohttp import web
+from tests.support.services import QUICK
 from tests.support.wait import until
 from tests.unit.encoder.images import BLUE, RED
 from tests.unit.gateway.calls import (
@@ -28,7 +31,9 @@ from tests.unit.gateway.calls import (
     running_post,
 )
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
+from tests.unit.gateway.test_media import serving
 
+from antiphon.config.gateway import MediaConfig
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.requests.pooling import OPEN_MAX
 from antiphon.wire.codec import unpack_ids
@@ -110,6 +115,30 @@ async def test_texts_and_images_share_a_batch_and_nothing_is_held_behind_it(at: 
     digests = {each.claim.digest for (each,) in media - {()}}
     assert (sizes, digests) == ({(20, 30)}, {hashlib.sha256(each).digest() for each in (RED, BLUE)})
     await until(lambda: not at.service.submission.media._store.bytes_held)
+
+
+async def test_an_image_that_several_inputs_have_is_fetched_once() -> None:
+    """However many of them run at a time."""
+    asked = list[str]()
+
+    async def send(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(body=RED)
+
+    media = MediaConfig(allowed_domains="localhost")
+    inputs_max = OPEN_MAX + 2
+    async with (
+        house(base=msgspec.structs.replace(QUICK, media=media)) as at,
+        serving(web.get("/{name}", send)) as port,
+    ):
+        at.cluster.pooling = COMPARING
+        red, other = ({"image": f"http://localhost:{port}/{name}"} for name in ("red", "other"))
+        reply = await ok(at, EMBED, {"input": [red, other, *[red] * (inputs_max - 2)]})
+        assert len(vectors(reply)) == inputs_max
+        assert sorted(asked) == ["/other", "/red"]
+        claims = {each.claim.token for submit in at.cluster.submits for each in submit.media}
+        assert len(claims) == 2
+        await until(lambda: not at.service.submission.media._store.bytes_held)
 
 
 async def test_openai_client_sends_images(at: House) -> None:

@@ -15,7 +15,7 @@ from tests.support.wait import until
 from antiphon.config.gateway import MediaConfig
 from antiphon.config.settings import EncoderConfig
 from antiphon.gateway.media import room
-from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.media.intake import LINGER_S, MediaIntake
 from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.gateway.media.intake import HeldMedia
+    from antiphon.gateway.media.stored import SharedMedia
 
 IMAGE = picture(1)
 SIZE = len(IMAGE)
@@ -61,16 +62,24 @@ class Server:
 
 
 class Gateway:
-    def __init__(self, store: BlobStore, intake: MediaIntake, port: int) -> None:
+    def __init__(
+        self, store: BlobStore, clock: ManualClock, intake: MediaIntake, port: int
+    ) -> None:
         self.store = store
+        self.clock = clock
         self._intake = intake
         self._at = f"http://localhost:{port}"
 
-    async def open(self, *paths: str) -> HeldMedia:
-        sources = [
+    def sources(self, *paths: str) -> list[MediumSource]:
+        return [
             MediumSource(self._at + path, path, video=path.startswith("/video")) for path in paths
         ]
-        return await self._intake.open(sources, 9.0)
+
+    def shared(self, *prompts: str) -> SharedMedia:
+        return self._intake.shared([self.sources(path) for path in prompts])
+
+    async def open(self, *paths: str, shared: SharedMedia | None = None) -> HeldMedia:
+        return await self._intake.open(self.sources(*paths), 9.0, shared=shared)
 
 
 @asynccontextmanager
@@ -80,11 +89,12 @@ async def gateway(server: Server, bytes_max: int, **config: Any) -> AsyncGenerat
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    store = BlobStore("a:1", bytes_max, ManualClock())
+    clock = ManualClock()
+    store = BlobStore("a:1", bytes_max, clock)
     media = MediaConfig(**{"allowed_domains": "localhost", "file_bytes_max": LARGEST, **config})
     intake = MediaIntake(media, store, EncoderConfig())
     try:
-        yield Gateway(store, intake, runner.addresses[0][1])
+        yield Gateway(store, clock, intake, runner.addresses[0][1])
     finally:
         await intake.close()
         await runner.cleanup()
@@ -200,6 +210,58 @@ async def test_a_fetch_that_fails_gives_its_room_back(path: str) -> None:
             server.lets.set()
         assert ("could not be" if path == "/broken" else "was not") in await opening
         assert at.store.bytes_held == 0
+
+
+async def test_what_prompts_of_a_body_share_is_fetched_and_held_once() -> None:
+    server = Server()
+    async with gateway(server, 2 * SIZE) as at, asyncio.TaskGroup() as group:
+        shared = at.shared("/a", "/a", "/b", "/a")
+        opening = [group.create_task(at.open(path, shared=shared)) for path in ("/a", "/a", "/b")]
+        await until(lambda: sorted(server.asked) == ["/a", "/b"])
+        server.lets.set()
+        first, second, alone = [await each for each in opening]
+        assert at.store.bytes_held == 2 * SIZE
+        for held in (first, first, alone):  # who discards twice takes nothing from others
+            held.discard()
+        assert at.store.bytes_held == SIZE
+        second.discard()
+        (await at.open("/a", shared=shared)).discard()
+        assert sorted(server.asked) == ["/a", "/b"]
+        # What no prompt holds at the moment gives way to others.
+        both = await at.open("/c", "/d")
+        both.discard()
+        last = await at.open("/a", shared=shared)
+        assert sorted(server.asked) == ["/a", "/a", "/b", "/c", "/d"]
+        shared.close()
+        assert at.store.bytes_held == SIZE
+        last.discard()
+
+
+async def test_a_shared_medium_is_held_as_long_as_its_last_prompt() -> None:
+    server = Server()
+    server.lets.set()
+    async with gateway(server, 2 * SIZE) as at:
+        shared = at.shared("/a", "/a")
+        first = await at.open("/a", shared=shared)
+        at.clock.advance(9.0)
+        second = await at.open("/a", shared=shared)
+        first.discard()
+        at.clock.advance(9.0 + LINGER_S - 0.1)
+        at.store.sweep()
+        assert at.store.bytes_held == SIZE
+        second.discard()
+        shared.close()
+        assert server.asked == ["/a"]
+
+
+async def test_a_shared_medium_that_fails_fails_each_prompt_under_its_own_name() -> None:
+    server = Server(b"no image")
+    server.lets.set()
+    async with gateway(server, 2 * SIZE) as at:
+        shared = at.shared("/a", "/a")
+        for _ in range(2):
+            assert "not an image" in await refused_by(at.open("/a", shared=shared))
+        shared.close()
 
 
 async def refused_by(opening: Any) -> str:

@@ -10,16 +10,15 @@ import hashlib
 import ipaddress
 from collections import OrderedDict
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-import msgspec
 
 from antiphon.gateway.media.audio_header import read_audio_header
 from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
 from antiphon.gateway.media.room import RequestRoom
+from antiphon.gateway.media.stored import SharedMedia, StoredMedium, medium_identity
 from antiphon.gateway.media.video_header import read_video_header
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
@@ -31,7 +30,7 @@ from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 
     from antiphon.config.gateway import MediaConfig
     from antiphon.config.settings import EncoderConfig
@@ -55,19 +54,10 @@ _PARTS_MAX = 16
 """Parts of an embedding: their checksums are in each message that has its claim."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredMedium:
-    header: MediumHeader
-    claim: Claim
-
-    def scaled(self, limits: PixelLimits | None) -> _StoredMedium:
-        return replace(self, header=msgspec.structs.replace(self.header, limits=limits))
-
-
 class HeldMedia:
     """The media of one request, in order. They are held until `discard`, or for some time."""
 
-    def __init__(self, store: BlobStore, held: Sequence[_StoredMedium]) -> None:
+    def __init__(self, store: BlobStore, held: Sequence[StoredMedium]) -> None:
         self.headers = tuple(each.header for each in held)
         self._store = store
         self._claims = tuple(each.claim for each in held)
@@ -89,7 +79,8 @@ class HeldMedia:
         )
 
     def discard(self) -> None:
-        for claim in self._claims:
+        claims, self._claims = self._claims, ()
+        for claim in claims:
             self._store.discard(claim)
 
 
@@ -163,6 +154,10 @@ class MediaIntake:
         claim = self._store.put(prompt_ids, lifetime_s + LINGER_S, checksum=checksum.digest())
         return HeldPrompt(self._store, claim)
 
+    def shared(self, prompts: Iterable[Sequence[MediumSource]]) -> SharedMedia:
+        """What the prompts of one body, with these media, have in common. The caller closes it."""
+        return SharedMedia(self._store, prompts)
+
     async def open(
         self,
         sources: Sequence[MediumSource],
@@ -171,8 +166,11 @@ class MediaIntake:
         tenant: TenantId = DEFAULT_TENANT,
         *,
         width: int = 0,
+        shared: SharedMedia | None = None,
     ) -> HeldMedia:
-        """Fetch the media of a request, each URL once; `width` is that of embeddings.
+        """Fetch the media of a prompt, each URL once; `width` is that of embeddings.
+
+        What is `shared` with other prompts of its body is fetched once for all of them.
 
         Raises:
             InvalidRequest: There are too many, or one cannot be fetched, is not what it should be,
@@ -187,20 +185,22 @@ class MediaIntake:
         _check_count(audios, "audio files", self._config.audios_max)
         wanted = [self._limits(limits or PixelLimits(), each) for each in sources]
         sources = _resolved(sources)
-        first = {_identity(each): each for each in reversed(sources)}
-        held: dict[object, _StoredMedium] = {}
+        first = {medium_identity(each): each for each in reversed(sources)}
+        held: dict[object, StoredMedium] = {}
         room = RequestRoom(self._store, videos=bool(videos))
+        lasting_s, fps = lifetime_s + LINGER_S, 0.0 if limits is None else limits.fps
+
+        async def fetch(source: MediumSource) -> StoredMedium:
+            if source.embedding is None:
+                return await self._hold(source, room, lasting_s, tenant, fps)
+            return await self._hold_embedding(source, source.embedding, room, lasting_s, width)
 
         async def hold(source: MediumSource) -> None:
-            if source.embedding is None:
-                fps = 0.0 if limits is None else limits.fps
-                stored = await self._hold(source, room, lifetime_s + LINGER_S, tenant, fps)
+            if shared is None:
+                stored = await fetch(source)
             else:
-                lasting_s = lifetime_s + LINGER_S
-                stored = await self._hold_embedding(
-                    source, source.embedding, room, lasting_s, width
-                )
-            held[_identity(source)] = stored
+                stored = await shared.hold(source, fps, lasting_s, partial(fetch, source))
+            held[medium_identity(source)] = stored
 
         try:
             await gather([hold(each) for each in first.values()])
@@ -209,7 +209,7 @@ class MediaIntake:
             raise
         pairs = zip(sources, wanted, strict=True)
         return HeldMedia(
-            self._store, [held[_identity(each)].scaled(limits) for each, limits in pairs]
+            self._store, [held[medium_identity(each)].scaled(limits) for each, limits in pairs]
         )
 
     def _limits(self, limits: PixelLimits, source: MediumSource) -> PixelLimits | None:
@@ -234,7 +234,7 @@ class MediaIntake:
         lifetime_s: float,
         tenant: TenantId,
         fps: float,
-    ) -> _StoredMedium:
+    ) -> StoredMedium:
         """Fetch a medium into the store, where its bytes count before they have come.
 
         `fps` is that of a video which has none: a list of frames.
@@ -255,7 +255,7 @@ class MediaIntake:
             claim = room.put(data, lifetime_s, checksum=header.digest)
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
-            return _StoredMedium(header, claim)
+            return StoredMedium(header, claim)
 
     async def _hold_embedding(
         self,
@@ -264,7 +264,7 @@ class MediaIntake:
         request: RequestRoom,
         lifetime_s: float,
         width: int,
-    ) -> _StoredMedium:
+    ) -> StoredMedium:
         """Check what a client has embedded, and store it as encoders do their embeddings."""
         with _naming(source), request.medium(self._config.file_bytes_max) as room:
             if form.width != width:
@@ -283,7 +283,7 @@ class MediaIntake:
             header = MediumHeader(
                 digest=digest, width=across, height=down, rows=form.rows, patches=form.patches
             )
-            return _StoredMedium(header, claim)
+            return StoredMedium(header, claim)
 
     def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes | bytearray | Claim:
         """What a request has of a medium, or what had its name in an earlier one."""
@@ -353,12 +353,6 @@ def _is_local(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host in ("", "localhost")
-
-
-def _identity(source: MediumSource) -> tuple[object, ...]:
-    """What sources have in common whose bytes are the same."""
-    content = source.digest or source.source
-    return content, source.uuid, source.embedding, source.video, source.audio, source.sound
 
 
 async def _sha256(data: bytes | bytearray) -> bytes:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.bus.bus import Delivery
-    from antiphon.gateway.requests.submission import Submission, TokenOutputBudget
+    from antiphon.gateway.requests.submission import BodyScope, Submission
     from antiphon.wire.ids import TenantId
     from antiphon.wire.tokenize import PoolingCard
 
@@ -61,8 +61,8 @@ class NatsEmbeddingEndpoints:
                 raise UnknownModel.of(request.model, submission.served)
             card = (await submission.tokenizers.card(CARD_TIMEOUT_S)).pooling
             gen_requests = _requests(request, card, tenant)
-        budget = submission.token_output_budget()
-        pooled = await submission.pool_each(gen_requests, partial(self._collect, budget), tenant)
+        with submission.body(gen_requests) as body:
+            pooled = await submission.pool_each(gen_requests, partial(self._collect, body), tenant)
         return EmbedReply(
             model=submission.served[0],
             vectors=tuple(each.vector for each in pooled),
@@ -73,8 +73,8 @@ class NatsEmbeddingEndpoints:
             ),
         )
 
-    async def _collect(self, budget: TokenOutputBudget, gen_request: GenerationRequest) -> Pooled:
-        stream = await self.submission.submit(gen_request, budget)
+    async def _collect(self, body: BodyScope, gen_request: GenerationRequest) -> Pooled:
+        stream = await self.submission.submit(gen_request, body)
         try:
             collected = CollectedResponse(stream)
             while stream.ended is None or stream.has_events:

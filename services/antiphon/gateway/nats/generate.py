@@ -162,7 +162,8 @@ class NatsGenerationEndpoints:
     async def _open(
         self, generation: NatsGeneration, gen_request: GenerationRequest
     ) -> list[StreamEvent]:
-        stream = await self._submission.submit(gen_request, self._submission.token_output_budget())
+        with self._submission.body([gen_request]) as body:
+            stream = await self._submission.submit(gen_request, body)
         try:
             events = await stream.get()
             raise_if_failed(events)

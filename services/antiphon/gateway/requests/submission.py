@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.gateway.media.intake import HeldMedia, HeldPrompt, MediaIntake
+    from antiphon.gateway.media.stored import SharedMedia
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.service import Runtime
@@ -99,15 +100,18 @@ class Submission:
         self.served = served_names(self.runtime.settings)
         self._seeds = Seeds.of(self.runtime.settings, self.runtime.process.instance)
 
-    def token_output_budget(self) -> TokenOutputBudget:
-        return TokenOutputBudget(self.runtime.settings.gateway.details_bytes_max)
+    @contextmanager
+    def body(self, gen_requests: Sequence[GenerationRequest]) -> Generator[BodyScope]:
+        """What the prompts of one body share while they run, until the exit."""
+        budget = TokenOutputBudget(self.runtime.settings.gateway.details_bytes_max)
+        media = self.media.shared([gen_request.media for gen_request in gen_requests])
+        try:
+            yield BodyScope(budget, media)
+        finally:
+            media.close()
 
-    async def submit(
-        self, gen_request: GenerationRequest, budget: TokenOutputBudget
-    ) -> RequestStream:
-        """Open a request. The caller then reads its stream, or releases it.
-
-        The token output `budget` is shared by all prompts of a body.
+    async def submit(self, gen_request: GenerationRequest, body: BodyScope) -> RequestStream:
+        """Open a request of a body. The caller then reads its stream, or releases it.
 
         Raises:
             UnknownModel: The model is not served.
@@ -124,7 +128,7 @@ class Submission:
             validate_request(gen_request)
             self._check_capacity(gen_request)
             with self._reserve_name(gen_request):
-                return await self._submit_with_reservation(gen_request, budget)
+                return await self._submit_with_reservation(gen_request, body)
 
     async def tokenize(
         self, gen_request: GenerationRequest, request_id: RequestId, timeout_s: float
@@ -346,7 +350,7 @@ class Submission:
             )
 
     async def _submit_with_reservation(
-        self, gen_request: GenerationRequest, budget: TokenOutputBudget
+        self, gen_request: GenerationRequest, body: BodyScope
     ) -> RequestStream:
         """Reserve the tenant's quota until the request ends, or until submission fails."""
         reservation = self.access.admit(gen_request, self.model)
@@ -362,7 +366,7 @@ class Submission:
             gen_request, priority=priority, sampling=sampling, cache_salt=salt
         )
         try:
-            return await self._encode_and_open(gen_request, new_request_id(), reservation, budget)
+            return await self._encode_and_open(gen_request, new_request_id(), reservation, body)
         except BaseException:
             reservation.end(0)
             raise
@@ -372,7 +376,7 @@ class Submission:
         gen_request: GenerationRequest,
         request_id: RequestId,
         reservation: QuotaReservation,
-        budget: TokenOutputBudget,
+        body: BodyScope,
     ) -> RequestStream:
         clock = self.runtime.clock
         came_at = clock.now()
@@ -390,7 +394,7 @@ class Submission:
         try:
             if gen_request.media:
                 with span("gateway.media", trace.traceparent):
-                    media = await self._open_media(gen_request, timeout_s)
+                    media = await self._open_media(gen_request, timeout_s, body.media)
             with request_context(request_id), span("gateway.encode", trace.traceparent) as here:
                 encoded = await self.tokenizers.encode(
                     gen_request,
@@ -414,7 +418,7 @@ class Submission:
             )
             if media is not None:
                 submit = _with_media(submit, media.placed(encoded.media))
-            budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
+            body.budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
             size_bytes = output_bytes(submit, hidden_size=encoded.hidden_size)
             submit = msgspec.structs.replace(submit, output_bytes=size_bytes)
             prompt = await self._hold_prompt(submit, timeout_s)
@@ -460,7 +464,9 @@ class Submission:
             return None
         return await self.media.hold_prompt(submit.prompt_ids, timeout_s)
 
-    async def _open_media(self, gen_request: GenerationRequest, timeout_s: float) -> HeldMedia:
+    async def _open_media(
+        self, gen_request: GenerationRequest, timeout_s: float, shared: SharedMedia | None = None
+    ) -> HeldMedia:
         """Fetch a request's media, within its time.
 
         Raises:
@@ -491,6 +497,7 @@ class Submission:
                     gen_request.pixel_limits,
                     gen_request.tenant,
                     width=card.media_width,
+                    shared=shared,
                 )
         except TimeoutError as error:
             text = f"the media of the request were not there within {timeout_s:g} s"
@@ -661,6 +668,14 @@ def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> N
             f"({prompt_tokens})"
         )
         raise InvalidRequest(text, param=field)
+
+
+@dataclass(frozen=True, eq=False)
+class BodyScope:
+    """What the prompts of one body share."""
+
+    budget: TokenOutputBudget
+    media: SharedMedia
 
 
 class TokenOutputBudget:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.body_reader import BodyReader
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.requests.generation_request import GenerationRequest
-    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.requests.submission import BodyScope, Submission
     from antiphon.wire.ids import RequestId
     from antiphon.wire.tokenize import EncodeReply
 
@@ -261,12 +261,14 @@ class ResponseHandler:
         extract: Callable[[CollectedResponse], T],
     ) -> list[T]:
         """Return the extracted outputs of pooling requests, of which a limited number runs."""
+        with self._submission.body(gen_requests) as body:
 
-        async def one(gen_request: GenerationRequest) -> T:
-            (answer,) = await self.collect(request, [gen_request])
-            return extract(answer)
+            async def one(gen_request: GenerationRequest) -> T:
+                async with self._open(request, [gen_request], body=body) as stream_group:
+                    (answer,) = await self._collect(stream_group)
+                return extract(answer)
 
-        return await self._submission.pool_each(gen_requests, one, tenant_of(request))
+            return await self._submission.pool_each(gen_requests, one, tenant_of(request))
 
     @asynccontextmanager
     async def _open(
@@ -274,18 +276,20 @@ class ResponseHandler:
         request: web.Request,
         gen_requests: Sequence[GenerationRequest],
         resumption: Resumption | None = None,
+        *,
+        body: BodyScope | None = None,
     ) -> AsyncGenerator[StreamGroup]:
         """Submit all requests, and release them on exit, cancellation included.
 
         A resumed one is opened again. One that may be resumed goes on if the client has left.
+        Without a `body` they are all that theirs has.
         """
         trace = request.headers.get("traceparent")
         tenant = tenant_of(request)
         self._submission.check_concurrency(tenant, len(gen_requests))
-        budget = self._submission.token_output_budget()
         streams: dict[int, RequestStream] = {}
 
-        async def enter(index: int) -> None:
+        async def enter(index: int, body: BodyScope) -> None:
             gen_request = msgspec.structs.replace(
                 gen_requests[index], tenant=tenant, traceparent=trace
             )
@@ -296,14 +300,16 @@ class ResponseHandler:
                 )
             else:
                 try:
-                    streams[index] = await self._submission.submit(gen_request, budget)
+                    streams[index] = await self._submission.submit(gen_request, body)
                 except EngineError as error:
                     _rename_error_field(error, gen_request)
                     raise
 
         resumable = resumption is not None
         try:
-            await gather([enter(index) for index in range(len(gen_requests))])
+            own = self._submission.body(gen_requests) if body is None else nullcontext(body)
+            with own as scope:
+                await gather([enter(index, scope) for index in range(len(gen_requests))])
             stream_group = StreamGroup([streams[index] for index in range(len(gen_requests))])
             stream_group.on_error = lambda error, prompt: _rename_error_field(
                 error, gen_requests[prompt]
