@@ -17,6 +17,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import AudioFiles, CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.audio import PromptAudio, read_audio, read_prompt_audio
 from antiphon.model_card.served_model import model_files, served_name
+from antiphon.model_card.tower_digest import tower_digest
 from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
 from antiphon.service.clock import check
@@ -362,7 +363,8 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
     """Load the model; its imports take seconds, so they are done here.
 
     Raises:
-        CannotStart: The packages are not installed, or the folder has no supported model.
+        CannotStart: The packages are not installed, or the folder has no supported model, or not
+            the one whose digest is set.
     """
     try:
         from antiphon.encoder.audio_model import open_audio_model  # noqa: PLC0415
@@ -370,6 +372,7 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
     except ImportError as error:
         raise CannotStart(f"media require the extra antiphon[encoder]: {error}") from error
     try:
+        _verify(folder, settings.encoder.model_digest)
         if (card := read_audio(folder) or read_prompt_audio(folder)) is None:
             model = open_model(settings, folder)
         else:
@@ -385,6 +388,11 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
             "bytes of one embedding"
         )
     return model
+
+
+def _verify(folder: Path, digest: str) -> None:
+    if digest and (actual := tower_digest(folder)) != digest:
+        raise ConfigError(f"digest {actual} differs from encoder.model_digest = {digest}")
 
 
 class EncoderMetrics:

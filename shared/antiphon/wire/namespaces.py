@@ -45,6 +45,8 @@ class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
         model_digest: Digest of the model files, as the cluster is configured; all services have it.
         cluster_salt: Salt of the cluster; all services have it, too.
         weights: Digest of the model files that the worker has read, where pages leave its process.
+        tower: The encoders' own model, if it is not that of the worker: its digest, or its folder
+            where pages stay in the worker's process.
         weight_version: Name of the weights, which may be updated while the worker runs.
         config_overrides: Overridden fields of config.json, those of rotary embeddings among them.
         dtype: Dtype of the KV cache.
@@ -58,6 +60,7 @@ class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
     model_digest: str
     cluster_salt: str = ""
     weights: str = ""
+    tower: str = ""
     weight_version: str = ""
     config_overrides: str = ""
     dtype: str = ""
@@ -125,7 +128,7 @@ def medium_key(content: bytes, processing: bytes) -> bytes:
     """Return the key of a medium, in 32 bytes.
 
     `content` is the SHA-256 of its bytes, `processing` a digest of how they become embeddings. The
-    tower's weights are part of the model's, and so of `PageOrigin`.
+    tower's weights are those of the model, or of `PageOrigin.tower`.
     """
     return _named(b"antiphon.medium.v1", content, processing)
 

@@ -22,6 +22,7 @@ from antiphon.encoder import cache as embeddings
 from antiphon.encoder import model as vision
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_max
+from antiphon.model_card.tower_digest import tower_digest
 from antiphon.resolve.device import HostDevice
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
@@ -112,7 +113,7 @@ class World:
         return self.encoder.metrics.registry.get_sample_value(f"antiphon_encoder_{name}")
 
 
-def settings(folder: Path | str, **encoder: float) -> Settings:
+def settings(folder: Path | str, **encoder: float | str) -> Settings:
     return replace(QUICK, encoder=replace(EncoderConfig(), model_path=str(folder), **encoder))
 
 
@@ -354,6 +355,15 @@ async def test_without_a_model_every_call_is_unsupported() -> None:
             refused = await world.refusal(image)
             assert isinstance(refused, Unsupported)
             assert "encoder.model_path" in refused.message
+
+
+async def test_an_encoder_starts_with_the_model_of_its_digest_alone(siglip: Path) -> None:
+    async with started(settings(siglip, model_digest=tower_digest(siglip))) as world:
+        assert (await world.ask(RED)).tokens == 4
+    with pytest.raises(ExceptionGroup) as caught:
+        async with started(settings(siglip, model_digest="0" * 64)):
+            pass
+    assert caught.group_contains(CannotStart, match=f"digest {tower_digest(siglip)} differs")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from antiphon.model_card.audio import read_audio, read_prompt_audio
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
+from antiphon.model_card.tower_digest import tower_digest
 from antiphon.model_card.vision import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
@@ -50,7 +52,7 @@ from antiphon.wire.namespaces import PageOrigin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.config.settings import Settings
+    from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.config.speculation import SpeculationConfig
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.plan import Launcher, PlanRunner
@@ -251,9 +253,28 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     if settings.cache.hierarchical:
         shards = _open_shards(model.codec(), lead, ranked)
         places = [files] if draft_place is None else [files, draft_place]
-        core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
+        core.batch.prefixes.identify_weights(
+            " ".join(map(content_digest, places)), stored_tower(settings.encoder)
+        )
     runner, kernels = lead or model.runner, kernel_choices(model)
     return Engine(core, runner, resolved, compiler, lead, shards, groups, kernels)
+
+
+def stored_tower(encoder: EncoderConfig) -> str:
+    """What stands for the encoders' own model in the names of pages that outlive this process.
+
+    Raises:
+        CannotStart: Its files are not here, and no setting has their digest.
+    """
+    if encoder.model_digest or not encoder.model_path:
+        return encoder.model_digest
+    try:
+        return tower_digest(Path(encoder.model_path).expanduser())
+    except ConfigError as error:
+        raise CannotStart(
+            f"encoder.model_path: {error}; stored pages of prompts with images are named by the "
+            "encoder's model: set encoder.model_digest where workers do not have it"
+        ) from error
 
 
 def kernel_choices(model: OpenModel) -> tuple[KernelChoice, ...]:
@@ -504,6 +525,7 @@ def open_engine_core(
         origin=PageOrigin(
             model_digest=settings.cluster.model_digest,
             cluster_salt=settings.cluster.hash_salt,
+            tower=settings.encoder.model_digest or settings.encoder.model_path,
             weight_version=settings.model.weight_version,
             config_overrides=settings.load.config_overrides,
             dtype=resolved.cache_dtype.value,
