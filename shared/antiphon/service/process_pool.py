@@ -41,8 +41,8 @@ class ProcessPool:
     """Runs jobs in child processes, which are started on demand and restarted if they end.
 
     Jobs beyond the number of children wait: in order within an owner, round-robin between owners,
-    so that an owner with many jobs delays another's by one job. Beyond an owner's `jobs_max` or
-    `bytes_max` a job is rejected.
+    so that an owner with many jobs delays another's by one job. Jobs may take turns by something
+    else. Beyond an owner's `jobs_max` or `bytes_max` a job is rejected.
 
     A job whose caller has left continues, and its result is dropped: it could only be stopped by
     killing its child, and the next job would pay for a new one. It keeps its slot, so that leaving
@@ -91,13 +91,20 @@ class ProcessPool:
     def pids(self) -> tuple[int, ...]:
         return tuple(child.pid for child in self._children if child.returncode is None)
 
-    async def run(self, *job: bytes | bytearray, timeout_s: float, owner: str = "") -> bytearray:
+    async def run(
+        self,
+        *job: bytes | bytearray,
+        timeout_s: float,
+        owner: str = "",
+        turn: str | None = None,
+    ) -> bytearray:
         """Run a job in a child and return its result, within the owner's quota.
 
         The child gets the pieces of the job as one; they are not copied here, where a large copy
         would hold up the event loop.
 
-        `timeout_s` covers the wait for a slot, the child's start and the result.
+        `timeout_s` covers the wait for a slot, the child's start and the result; `turn` is by what
+        jobs take turns, if not by their owner.
 
         Raises:
             Overloaded: Too many jobs wait.
@@ -108,7 +115,7 @@ class ProcessPool:
         with self._quota.admit(owner, _size(job)):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._queue.acquire(owner)
+                    await self._queue.acquire(owner if turn is None else turn)
                     result: asyncio.Future[bytearray] = asyncio.get_running_loop().create_future()
                     self._tasks.create_task(isolated(self._run_job, job, result))
                     return await result

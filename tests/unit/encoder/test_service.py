@@ -20,17 +20,21 @@ from tests.unit.encoder.images import BLUE, RED
 from antiphon.config.settings import EncoderConfig, Settings
 from antiphon.encoder import cache as embeddings
 from antiphon.encoder import model as vision
+from antiphon.encoder.cache import DecodeJob
+from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_max
 from antiphon.model_card.tower_digest import tower_digest
 from antiphon.resolve.device import HostDevice
 from antiphon.service.clock import SystemClock, deadline_in
+from antiphon.service.process_pool import ProcessPool
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch, new_token
 from antiphon.wire.claim import (
     MEDIUM_GONE,
     MEDIUM_LOST,
     MEDIUM_UNREACHABLE,
+    AudioWindow,
     Claim,
     EncodeImage,
     ImageEmbedding,
@@ -248,6 +252,28 @@ async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.Monkey
     await until(lambda: world.embedded() == 1)
     assert (await world.ask(RED)).cached  # what was begun is not thrown away
     assert not (await world.ask(BLUE)).cached  # what had not been begun was given up
+
+
+async def test_images_of_other_sizes_are_decoded_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a small one waits for all large ones that came before."""
+    turns = list[str]()
+
+    async def run(_: ProcessPool, *job: bytes, timeout_s: float, turn: str) -> bytearray:
+        assert job
+        turns.append(turn)
+        raise Unavailable(f"within {timeout_s} s")
+
+    monkeypatch.setattr(ProcessPool, "run", run)
+    processes = DecodeProcesses(DecodeSettings(None, 10**9), EncoderConfig())
+    sizes = [(8000, 6000), (8001, 6000), (640, 480), (320, 320), (0, 0)]
+    for width, height in sizes:
+        with pytest.raises(Unavailable):
+            await processes.decode(RED, DecodeJob(width, height), timeout_s=1)
+    window = AudioWindow(format="wav", seconds=1.0)
+    with pytest.raises(Unavailable):
+        await processes.decode_audio(RED, window, timeout_s=1)
+    assert turns[0] == turns[1]
+    assert len({*turns}) == len(sizes)
 
 
 async def test_calls_for_videos_leave_slots_to_those_for_images(

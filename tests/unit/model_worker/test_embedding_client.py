@@ -16,7 +16,7 @@ from tests.support.wait import until
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
 from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
 from antiphon.model_worker.protocol import media
-from antiphon.model_worker.protocol.media import EmbeddingClient
+from antiphon.model_worker.protocol.media import CALLS_MAX, ByteBudget, EmbeddingClient
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report
@@ -25,7 +25,7 @@ from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_dige
 from antiphon.wire.base import Role
 from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, MEDIUM_UNREACHABLE, Claim, ImageEmbedding
 from antiphon.wire.errors import Internal, Unavailable
-from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.routes import ENCODE_IMAGE
 
@@ -139,7 +139,13 @@ class SeeingWorker:
         return self._client.bytes_held
 
     def begin(
-        self, content: int, first: int = 0, last: int = TOKENS, made: Claim | None = None
+        self,
+        content: int,
+        first: int = 0,
+        last: int = TOKENS,
+        made: Claim | None = None,
+        *,
+        tenant: str = "acme",
     ) -> None:
         """Load rows of an image, or of `made`, what a client has embedded."""
         number = self._number = next(self._numbers)
@@ -157,6 +163,7 @@ class SeeingWorker:
             ChoiceKey(number),
             number,
             RequestId(f"{number:032x}"),
+            TenantId(tenant),
             {0: MediumRows(medium, first, last)},
             deadline_in(30, self.runtime.clock),
         )
@@ -297,6 +304,60 @@ async def test_a_medium_whose_owner_is_reached_again_is_embedded() -> None:
         for _, encoder in made.encoders:
             encoder.service.lost = ""
         assert await made.worker.service.loaded() == 1
+
+
+async def test_a_picture_of_a_tenant_does_not_wait_for_all_of_another() -> None:
+    many = 4 * CALLS_MAX
+    async with world() as made:
+        worker = made.worker.service
+        for _, encoder in made.encoders:
+            encoder.service.answering.clear()
+        for content in range(1, many + 1):
+            worker.begin(content)
+        await until(lambda: min(map(len, made.asked)) == CALLS_MAX)
+        worker.begin(200, tenant="globex")
+        await until(lambda: any(200 in asked for asked in made.asked))
+        assert sum(map(len, made.asked)) == 2 * CALLS_MAX + 1
+        for _, encoder in made.encoders:
+            encoder.service.answering.set()
+        assert {await worker.loaded() for _ in range(many + 1)} == {*range(1, many + 1), 200}
+
+
+async def test_what_waits_for_an_encoder_that_is_silent_is_asked_of_another() -> None:
+    many = 4 * CALLS_MAX
+    async with world() as made:
+        worker = made.worker.service
+        made.encoders[0][1].service.answering.clear()
+        for content in range(1, many + 1):
+            worker.begin(content)
+        await until(lambda: len(made.asked[0]) == CALLS_MAX)
+        made.broker.cut(made.encoders[0][0])
+        assert {await worker.loaded() for _ in range(many)} == {*range(1, many + 1)}
+        assert len(made.asked[0]) == CALLS_MAX
+        made.broker.heal(made.encoders[0][0])
+        made.encoders[0][1].service.answering.set()
+
+
+async def test_tenants_take_turns_for_memory() -> None:
+    budget, order = ByteBudget(10), list[str]()
+
+    async def take(key: str, size_bytes: int) -> None:
+        await budget.take(key, size_bytes, TenantId(key[0]))
+        order.append(key)
+
+    async def free(count: int) -> None:
+        """Free what has come last, once so many have come."""
+        await until(lambda: len(order) == count)
+        budget.free(order[-1])
+
+    sizes = {"a0": 9, "a1": 9, "a2": 9, "a3": 9, "b1": 2, "b2": 9}
+    async with asyncio.TaskGroup() as group:
+        for key, size_bytes in sizes.items():
+            group.create_task(take(key, size_bytes))
+        for count in range(1, len(sizes) + 1):
+            await free(count)
+    assert order == ["a0", "a1", "b1", "a2", "b2", "a3"]
+    assert budget.held == 0
 
 
 async def test_calls_of_an_encoder_that_is_silent_are_made_at_another() -> None:

@@ -283,13 +283,15 @@ async def test_pool_refuses_jobs_beyond_its_bytes(gate: Gate) -> None:
         assert len(await asyncio.gather(*jobs)) == 2
 
 
-async def test_pool_takes_owners_in_turns(gate: Gate) -> None:
-    """An owner with many jobs delays another's by one."""
+@pytest.mark.parametrize("by", ["owner", "turn"])
+async def test_pool_takes_owners_in_turns(by: str, gate: Gate) -> None:
+    """An owner with many jobs delays another's by one; and so do jobs of one owner, by turns."""
     async with pool() as made, asyncio.TaskGroup() as group:
         order: list[str] = []
 
         async def job(owner: str, number: int) -> None:
-            assert await made.run(gate.job, timeout_s=20, owner=owner)
+            named = {"owner": owner} if by == "owner" else {"turn": owner}
+            assert await made.run(gate.job, timeout_s=20, **named)
             order.append(f"{owner}{number}")
 
         for owner, count in (("a", 4), ("b", 2)):

@@ -23,7 +23,7 @@ from antiphon.model_worker.batching.state import (
     placeholders,
 )
 from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import RequestId, TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,7 @@ class MediaLoad(msgspec.Struct, frozen=True):
     key: ChoiceKey
     number: int
     request_id: RequestId
+    tenant: TenantId
     media: dict[int, MediumRows]
     deadline_unix_ms: int
 
@@ -115,7 +116,14 @@ class MediaLoader:
         self._loading[request.key] = request
         state = request.state
         self._store.load(
-            MediaLoad(request.key, media.number, state.request_id, window, state.deadline_unix_ms)
+            MediaLoad(
+                key=request.key,
+                number=media.number,
+                request_id=state.request_id,
+                tenant=state.tenant,
+                media=window,
+                deadline_unix_ms=state.deadline_unix_ms,
+            )
         )
         return True
 

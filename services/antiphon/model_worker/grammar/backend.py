@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -21,6 +21,7 @@ from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.batching.state import WIRE_IDS, ChoiceKey, RequestState
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher, GrammarState
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.telemetry import catalog
 from antiphon.wire.errors import (
     EngineError,
@@ -394,8 +395,11 @@ class CompileThreads:
         """
         if self._timed_out.total() >= LOST_MAX or self._timed_out[tenant] >= TENANT_LOST_MAX:
             raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
+        if self._slots.waiting(tenant) >= WAITING_MAX:
+            raise Overloaded(f"{WAITING_MAX} grammars wait to be compiled", retry_after_s=1.0)
         try:
-            await self._slots.acquire(tenant, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._slots.acquire(tenant)
         except TimeoutError:
             message = "too many grammars are being compiled"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
@@ -435,59 +439,3 @@ def _body(
         resolve = functools.partial(done.set_exception, error)
     with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
         loop.call_soon_threadsafe(resolve)
-
-
-class TenantSlots:
-    """Runs `count` jobs at once, and one more for a tenant that has none running.
-
-    Waiting tenants get slots round-robin, and the jobs of a tenant run in order: however many jobs
-    one tenant sends, another waits for one job of each tenant, not for all of them.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._running: Counter[TenantId] = Counter()
-        self._waiting: OrderedDict[TenantId, deque[asyncio.Future[None]]] = OrderedDict()
-
-    async def acquire(self, tenant: TenantId, timeout_s: float) -> None:
-        waiting = self._waiting.get(tenant)
-        if not waiting and self._free(tenant):
-            self._running[tenant] += 1
-            return
-        if waiting is not None and len(waiting) >= WAITING_MAX:
-            raise Overloaded(f"{WAITING_MAX} grammars wait to be compiled", retry_after_s=1.0)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.release(tenant)  # a slot was assigned at the same moment
-            else:
-                self._forget(tenant, turn)
-            raise
-
-    def _free(self, tenant: TenantId) -> bool:
-        running = self._running.total()
-        return running < self._count or (running == self._count and not self._running[tenant])
-
-    def release(self, tenant: TenantId) -> None:
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-        while (following := next(filter(self._free, self._waiting), None)) is not None:
-            turn = self._waiting[following][0]
-            self._forget(following, turn)
-            if following in self._waiting:
-                self._waiting.move_to_end(following)
-            if not turn.done():
-                self._running[following] += 1
-                turn.set_result(None)
-
-    def _forget(self, tenant: TenantId, turn: asyncio.Future[None]) -> None:
-        waiting = self._waiting.get(tenant)
-        if waiting is not None and turn in waiting:
-            waiting.remove(turn)
-            if not waiting:
-                del self._waiting[tenant]

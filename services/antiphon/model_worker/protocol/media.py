@@ -8,6 +8,8 @@ event loop. Encoders are called again until the request's deadline: the medium i
 they hold nothing that is not found again. If the owner is gone, the request ends. A medium has an
 encoder that is asked first, which may have it in its cache; the next one is asked where that one is
 gone, has too much to do, or does not reach the owner.
+
+Tenants take turns, for memory and for encoders: an encoder computes what it is asked for in order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +28,7 @@ from antiphon.model_worker.protocol.rendezvous import rendezvous
 from antiphon.service.clock import remaining_s
 from antiphon.service.peers import Liveness, PeerChange
 from antiphon.service.tasks import gather, isolated
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import (
     PART_BYTES,
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.claim import Claim
-    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.ids import ModelName, RequestId, TenantId
     from antiphon.wire.media import Medium
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,10 @@ ATTEMPT_S = 30.0
 """Maximum time of one call and the fetch after it. A death is noticed sooner, by heartbeats."""
 RETRY_S = 0.1
 RETRY_MAX_S = 1.0
+CALLS_MAX = 8
+"""Calls that an encoder has of this worker at a time, for images and for videos, and one more for
+each tenant that has none: enough for its processes and its thread to be busy, and few to wait for.
+"""
 NUMBER_BYTES = 4
 """Embeddings are float32."""
 PROMPT_TRY_S = 5.0
@@ -78,8 +85,8 @@ requests are dropped; one that lives listens where workers cannot connect."""
 class EmbeddingClient:
     """Embeddings by encoders, as the batching loop's `MediaStore`.
 
-    What is loaded and not released takes at most `bytes_max`; further loads wait, in their order.
-    `width` is that of the embeddings.
+    What is loaded and not released takes at most `bytes_max`; further loads wait. `width` is that
+    of the embeddings.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class EmbeddingClient:
         self._event_loop = asyncio.get_running_loop()
         self._loads: dict[tuple[ChoiceKey, int], asyncio.Task[None]] = {}
         self._attempts: dict[asyncio.Timeout, Process] = {}
+        self._slots: dict[tuple[Process, bool], TenantSlots] = {}  # by encoder; of videos, too
         self._fetch_seconds = runtime.metrics.histogram(catalog.EMBEDDING_FETCH_SECONDS)
         runtime.peers.watch(self._on_peer)
 
@@ -144,7 +152,7 @@ class EmbeddingClient:
 
     async def _loaded(self, load: MediaLoad) -> dict[int, Floats]:
         size_bytes = sum(self._size_bytes(wanted) for wanted in load.media.values())
-        await self._budget.take((load.key, load.number), size_bytes)
+        await self._budget.take((load.key, load.number), size_bytes, load.tenant)
         pairs = [*load.media.items()]
         rows = await gather([self._embedding(load, index, wanted) for index, wanted in pairs])
         return {index: each for (index, _), each in zip(pairs, rows, strict=True)}
@@ -169,7 +177,7 @@ class EmbeddingClient:
                 if wanted.medium.embedded:
                     return await self._sent(wanted, self._left_s(load))
                 encoder = self._encoder(wanted.medium, passed)
-                return await self._attempt(load.request_id, wanted, encoder, self._left_s(load))
+                return await self._in_turn(load, wanted, encoder)
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
                 log.info("medium not embedded yet", extra=fields)
@@ -216,11 +224,27 @@ class EmbeddingClient:
         ready.sort(key=lambda process: rendezvous(process.instance, digest), reverse=True)
         return ready[passed % len(ready)]
 
+    async def _in_turn(self, load: MediaLoad, wanted: MediumRows, encoder: Process) -> Floats:
+        """Call an encoder once it is the tenant's turn. The wait ends with the encoder."""
+        key = encoder, wanted.medium.video is not None
+        slots = self._slots.setdefault(key, TenantSlots(CALLS_MAX))
+        try:
+            async with asyncio.timeout(self._left_s(load)) as attempt:
+                self._attempts[attempt] = encoder
+                try:
+                    async with slots.held(load.tenant):
+                        timeout_s = min(self._left_s(load), ATTEMPT_S)
+                        async with asyncio.timeout(timeout_s):
+                            return await self._attempt(load.request_id, wanted, encoder, timeout_s)
+                finally:
+                    del self._attempts[attempt]
+        except TimeoutError:
+            raise Unavailable("the encoder did not answer", retry_after_s=RETRY_S) from None
+
     async def _attempt(
-        self, request_id: RequestId, wanted: MediumRows, encoder: Process, left_s: float
+        self, request_id: RequestId, wanted: MediumRows, encoder: Process, timeout_s: float
     ) -> Floats:
-        timeout_s, medium = min(left_s, ATTEMPT_S), wanted.medium
-        tokens = medium.span.rows
+        medium, tokens = wanted.medium, wanted.medium.span.rows
         clock = self._runtime.clock
         request = EncodeImage(
             request_id=request_id,
@@ -234,24 +258,16 @@ class EmbeddingClient:
             deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
             left_ms=round(timeout_s * 1000),
         )
-        try:
-            async with asyncio.timeout(timeout_s) as attempt:
-                self._attempts[attempt] = encoder
-                try:
-                    reply = await self._runtime.bus.call(
-                        ENCODE_IMAGE, request, timeout_s=timeout_s, encoder=encoder.instance
-                    )
-                    if (reply.tokens, reply.hidden) != (tokens, self._width):
-                        raise Internal(
-                            f"an encoder made {reply.tokens} x {reply.hidden} numbers of an image, "
-                            f"not {tokens} x {self._width}"
-                        )
-                    with self._fetch_seconds.time():
-                        return await self._fetched(reply.claim, wanted, timeout_s)
-                finally:
-                    del self._attempts[attempt]
-        except TimeoutError:
-            raise Unavailable("the encoder did not answer", retry_after_s=RETRY_S) from None
+        reply = await self._runtime.bus.call(
+            ENCODE_IMAGE, request, timeout_s=timeout_s, encoder=encoder.instance
+        )
+        if (reply.tokens, reply.hidden) != (tokens, self._width):
+            raise Internal(
+                f"an encoder made {reply.tokens} x {reply.hidden} numbers of an image, "
+                f"not {tokens} x {self._width}"
+            )
+        with self._fetch_seconds.time():
+            return await self._fetched(reply.claim, wanted, timeout_s)
 
     async def _fetched(self, claim: Claim, wanted: MediumRows, timeout_s: float) -> Floats:
         """Fetch rows of an embedding; all of one that is too small to have parts."""
@@ -270,6 +286,9 @@ class EmbeddingClient:
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """End the calls of an encoder that has died, or is suspect: others are asked at once."""
+        if change is PeerChange.DIED:
+            for videos in (False, True):
+                self._slots.pop((peer.process, videos), None)
         if change is PeerChange.DIED or peer.liveness is not Liveness.ALIVE:
             for attempt, encoder in self._attempts.items():
                 if encoder == peer.process and not attempt.expired():
@@ -277,18 +296,21 @@ class EmbeddingClient:
 
 
 class ByteBudget:
-    """Bytes that are held under keys, up to a number; who asks for more waits, in order."""
+    """Bytes that are held under keys, up to a number.
+
+    Keys beyond it wait: in order within a tenant, round-robin between tenants.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._held: dict[object, int] = {}
-        self._waiting = deque[tuple[object, int, asyncio.Future[None]]]()
+        self._waiting = OrderedDict["TenantId", deque[tuple[object, int, asyncio.Future[None]]]]()
 
     @property
     def held(self) -> int:
         return sum(self._held.values())
 
-    async def take(self, key: object, size_bytes: int) -> None:
+    async def take(self, key: object, size_bytes: int, tenant: TenantId) -> None:
         """Wait until there is room, and hold so many bytes.
 
         Raises:
@@ -297,7 +319,7 @@ class ByteBudget:
         if size_bytes > self._bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self._bytes_max)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, size_bytes, waiter))
+        self._waiting.setdefault(tenant, deque()).append((key, size_bytes, waiter))
         self._grant()
         try:
             await waiter
@@ -308,12 +330,24 @@ class ByteBudget:
     def free(self, key: object) -> None:
         """Free what is held under a key, or give up waiting. Unknown keys are ignored."""
         self._held.pop(key, None)
-        self._waiting = deque(each for each in self._waiting if each[0] != key)
+        for tenant, waiting in [*self._waiting.items()]:
+            if left := deque(each for each in waiting if each[0] != key):
+                self._waiting[tenant] = left
+            else:
+                del self._waiting[tenant]
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self.held + self._waiting[0][1] <= self._bytes_max:
-            key, size_bytes, waiter = self._waiting.popleft()
+        while self._waiting:
+            tenant, waiting = next(iter(self._waiting.items()))
+            key, size_bytes, waiter = waiting[0]
+            if self.held + size_bytes > self._bytes_max:
+                return
+            waiting.popleft()
+            if waiting:
+                self._waiting.move_to_end(tenant)
+            else:
+                del self._waiting[tenant]
             if not waiter.done():
                 self._held[key] = size_bytes
                 waiter.set_result(None)

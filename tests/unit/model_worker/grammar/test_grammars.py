@@ -24,7 +24,6 @@ from antiphon.model_worker.grammar.backend import (
     GrammarBackend,
     GrammarMetrics,
     GrammarQueue,
-    TenantSlots,
     no_compiler,
     open_compiler,
 )
@@ -34,6 +33,7 @@ from antiphon.model_worker.protocol.held_request import HeldRequest
 from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded, Unsupported
@@ -299,7 +299,7 @@ async def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
     events = [asyncio.Event() for _ in range(2)]
 
     async def work(tenant: TenantId, name: str, until: asyncio.Event | None = None) -> None:
-        await places.acquire(tenant, timeout_s=20)
+        await places.acquire(tenant)
         order.append(name)
         if until is not None:
             await until.wait()
