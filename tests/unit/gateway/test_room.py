@@ -20,6 +20,7 @@ from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
 from antiphon.wire.errors import InvalidRequest, Overloaded
+from antiphon.wire.ids import TenantId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -78,8 +79,11 @@ class Gateway:
     def shared(self, *prompts: str) -> SharedMedia:
         return self._intake.shared([self.sources(path) for path in prompts])
 
-    async def open(self, *paths: str, shared: SharedMedia | None = None) -> HeldMedia:
-        return await self._intake.open(self.sources(*paths), 9.0, shared=shared)
+    async def open(
+        self, *paths: str, tenant: str = "acme", shared: SharedMedia | None = None
+    ) -> HeldMedia:
+        sources, of = self.sources(*paths), TenantId(tenant)
+        return await self._intake.open(sources, 9.0, tenant=of, shared=shared)
 
 
 @asynccontextmanager
@@ -152,6 +156,18 @@ async def test_images_are_not_fetched_behind_videos() -> None:
         server.lets.set()
         (await image).discard()
         assert "not a video" in await video
+
+
+async def test_images_of_a_tenant_are_not_fetched_behind_all_of_another() -> None:
+    server = Server()
+    async with gateway(server, 10**6, fetches_max=1) as at, asyncio.TaskGroup() as group:
+        many = [group.create_task(at.open(f"/a{number}")) for number in range(3)]
+        await until(lambda: server.asked == ["/a0"])
+        other = group.create_task(at.open("/b", tenant="globex"))
+        await until(lambda: server.asked == ["/a0", "/b"])
+        server.lets.set()
+        for opening in (*many, other):
+            (await opening).discard()
 
 
 async def test_what_does_not_fit_waits_and_what_fits_passes_by() -> None:

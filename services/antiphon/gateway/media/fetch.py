@@ -22,14 +22,17 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.transfer.blobs import fetch as fetch_blob
 from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.frames import FRAMES_MAX, pack_frames
+from antiphon.wire.ids import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from antiphon.config.gateway import MediaConfig
     from antiphon.gateway.media.room import MediumRoom
+    from antiphon.wire.ids import TenantId
 
 REDIRECTS_MAX = 5
 URL_CHARACTERS_MAX = 8192
@@ -125,15 +128,15 @@ class PublicResolver(AbstractResolver):
 class MediaFetcher:
     """Fetches the bytes of media, a limited number at a time, until `close`.
 
-    Images do not wait behind videos.
+    Images do not wait behind videos, nor those of a tenant behind all of another.
     """
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
         self._domains = frozenset(config.allowed_domains.lower().replace(",", " ").split())
         self._networks = claim_networks(config)
-        self._images = asyncio.Semaphore(config.fetches_max)
-        self._videos = asyncio.Semaphore(config.fetches_max)
+        self._images = TenantSlots(config.fetches_max)
+        self._videos = TenantSlots(config.fetches_max)
         self._resolving = ThreadPoolExecutor(2 * config.fetches_max, thread_name_prefix="resolve")
         self._session: aiohttp.ClientSession | None = None
 
@@ -143,7 +146,12 @@ class MediaFetcher:
             await self._session.close()
 
     async def fetch(
-        self, source: str | bytes | bytearray | Claim, room: MediumRoom, *, video: bool = False
+        self,
+        source: str | bytes | bytearray | Claim,
+        room: MediumRoom,
+        tenant: TenantId = DEFAULT_TENANT,
+        *,
+        video: bool = False,
     ) -> bytes | bytearray:
         """Return the bytes that a URL or a claim names, or that are given, as base64 or as bytes.
 
@@ -159,13 +167,13 @@ class MediaFetcher:
             await room.take(len(source))
             return source
         if isinstance(source, Claim):
-            return await self._fetch_claim(source, room, video=video)
+            return await self._fetch_claim(source, room, tenant, video=video)
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
                 return await _decode(source, room, video=video)
             case "http" | "https":
-                return await self._download(source, room, video=video)
+                return await self._download(source, room, tenant, video=video)
             case "file":
                 return await self._read_file(source, room)
             case "" if source[-_SUFFIX_CHARACTERS:].lower().endswith(_SUFFIXES):  # not base64
@@ -209,13 +217,15 @@ class MediaFetcher:
 
     # The network.
 
-    def _limits(self, *, video: bool) -> tuple[asyncio.Semaphore, float]:
+    def _limits(self, *, video: bool) -> tuple[TenantSlots, float]:
         """Slots and time of a fetch."""
         if video:
             return self._videos, self._config.video_fetch_timeout_s
         return self._images, self._config.fetch_timeout_s
 
-    async def _fetch_claim(self, claim: Claim, room: MediumRoom, *, video: bool) -> bytearray:
+    async def _fetch_claim(
+        self, claim: Claim, room: MediumRoom, tenant: TenantId, *, video: bool
+    ) -> bytearray:
         """Fetch what a NATS client serves. Nothing is resolved: it names an address."""
         room.check(claim.size_bytes)
         address = claim.address.rpartition(":")[0]
@@ -229,18 +239,20 @@ class MediaFetcher:
             )
         slots, timeout_s = self._limits(video=video)
         try:
-            async with slots:
+            async with slots.held(tenant):
                 await room.take(claim.size_bytes)
                 return await fetch_blob(claim, timeout_s=timeout_s, bytes_max=room.bytes_max)
         except Unavailable as error:
             raise InvalidRequest(error.message) from error
 
-    async def _download(self, source: str, room: MediumRoom, *, video: bool) -> bytearray:
+    async def _download(
+        self, source: str, room: MediumRoom, tenant: TenantId, *, video: bool
+    ) -> bytearray:
         if len(source) > URL_CHARACTERS_MAX:
             raise InvalidRequest(f"a URL has at most {URL_CHARACTERS_MAX} characters")
         slots, timeout_s = self._limits(video=video)
         try:
-            async with slots, asyncio.timeout(timeout_s) as limit:
+            async with slots.held(tenant), asyncio.timeout(timeout_s) as limit:
                 return await self._follow(source, room, limit)
         except TimeoutError as error:
             text = f"{source[:_SHOWN]} was not fetched within {timeout_s:g} s"

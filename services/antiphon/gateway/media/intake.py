@@ -193,7 +193,9 @@ class MediaIntake:
         async def fetch(source: MediumSource) -> StoredMedium:
             if source.embedding is None:
                 return await self._hold(source, room, lasting_s, tenant, fps)
-            return await self._hold_embedding(source, source.embedding, room, lasting_s, width)
+            return await self._hold_embedding(
+                source, source.embedding, room, lasting_s, tenant, width
+            )
 
         async def hold(source: MediumSource) -> None:
             if shared is None:
@@ -242,7 +244,7 @@ class MediaIntake:
         most = self._config.video_bytes_max if source.video else self._config.file_bytes_max
         with _naming(source), request.medium(most) as room:
             sent = self._sent(source, tenant)
-            data = await self._fetcher.fetch(sent, room, video=source.video)
+            data = await self._fetcher.fetch(sent, room, tenant, video=source.video)
             digest = source.digest or await _sha256(data)
             if source.audio is not None:
                 header = MediumHeader(digest=digest, width=0, height=0, audio=source.audio)
@@ -263,6 +265,7 @@ class MediaIntake:
         form: EmbeddingForm,
         request: RequestRoom,
         lifetime_s: float,
+        tenant: TenantId,
         width: int,
     ) -> StoredMedium:
         """Check what a client has embedded, and store it as encoders do their embeddings."""
@@ -271,7 +274,7 @@ class MediaIntake:
                 raise InvalidRequest(
                     f"the embedding has rows of {form.width} numbers; this model has {width}"
                 )
-            data = await self._fetcher.fetch(source.source, room)
+            data = await self._fetcher.fetch(source.source, room, tenant)
             await room.take(len(data) * _ITEM_BYTES["float32"] // _ITEM_BYTES[form.dtype])
             data = await asyncio.to_thread(_float32_rows, data, form)
             part_bytes = _part_bytes(len(data), 4 * width)
