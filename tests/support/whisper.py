@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import wave
 from typing import TYPE_CHECKING, Any
 
@@ -155,3 +156,9 @@ def encoded(
             if packet.size or kind != "ogg":  # FLAC's last one has no samples, and no time
                 out.mux(packet)
     return file.getvalue()
+
+
+def uncounted(flac: bytes) -> bytes:
+    """A file whose encoder did not know the number of samples when it wrote the header."""
+    (packed,) = struct.unpack_from(">Q", flac, 18)
+    return flac[:18] + struct.pack(">Q", packed >> 36 << 36) + flac[26:]

@@ -7,10 +7,11 @@ import struct
 from contextlib import suppress
 
 import pytest
-from tests.support.whisper import RATE, encoded, tones, wav
+from tests.support.whisper import RATE, encoded, tones, uncounted, wav
 
 from antiphon.gateway.media import audio_header
 from antiphon.gateway.media.audio_header import read_audio_header
+from antiphon.gateway.media.flac import crc8
 from antiphon.wire.errors import InvalidRequest
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "frag_duration": "500000"}
@@ -46,6 +47,57 @@ def test_a_file_has_the_duration_of_its_samples(kind: str) -> None:
 def test_opus_counts_at_its_own_rate() -> None:
     data = encoded(tones(2.5, rate=48_000), "ogg", "libopus", 48_000)
     assert seconds_of(data) == pytest.approx(2.5, abs=0.05)
+
+
+def test_a_flac_without_a_count_is_counted_by_its_last_frame() -> None:
+    whole = FILES["flac"]
+    data = uncounted(whole)
+    assert seconds_of(data) == seconds_of(whole)
+    for behind in (b"TAG" + bytes(125), b"\xff\xf8" * 2000, b"\xff\xf9\xc9\x08\x00"):
+        assert seconds_of(data + behind) == seconds_of(whole)
+    last = data.rfind(b"\xff\xf8")
+    assert seconds_of(data[: last + 3]) < seconds_of(whole), "what is not there has no duration"
+    broken = bytearray(data)
+    broken[last + 4] ^= 1
+    assert seconds_of(broken) < seconds_of(whole), "its checksum is wrong"
+    endless = data + b"\xff\xf8" * 2**21
+    with pytest.raises(InvalidRequest, match="says its duration"):
+        seconds_of(endless)
+
+
+def remainder(data: bytes) -> int:
+    """That of the division by x^8 + x^2 + x + 1."""
+    number = int.from_bytes(data, "big") << 8
+    while (shift := number.bit_length() - 9) >= 0:
+        number ^= 0x107 << shift
+    return number
+
+
+@pytest.mark.parametrize(
+    ("sync", "codes", "number", "fields", "samples"),
+    [
+        ("fff8", "1508", "05", "", 5 * 4096 + 192),
+        ("fff8", "5508", "dfbf", "", 2047 * 4096 + 4608),
+        ("fff8", "7d08", "efbfbf", "00ff ac44", 65535 * 4096 + 256),
+        ("fff9", "6c08", "fe b7bfbfbfbfbf", "0f 10", (0x37 << 30 | 2**30 - 1) + 16),
+        ("fff9", "f508", "f0 908080", "", (0x10 << 12) + 32768),
+    ],
+)
+def test_a_frame_of_a_flac_has_its_place_in_any_form(
+    sync: str, codes: str, number: str, fields: str, samples: int
+) -> None:
+    """RFC 9639, section 9.1."""
+    rate = 2**20 - 1
+    info = struct.pack(">HH6xQ", 4096, 4096, rate << 44) + bytes(16)
+    header = bytes.fromhex(sync + codes + number + fields)
+    header += bytes([remainder(header)])
+    assert crc8(header) == 0
+    data = b"fLaC" + b"\x80\0\0\x22" + info + header
+    if samples / rate > HOUR_S:
+        with pytest.raises(InvalidRequest, match=f"takes at least {samples / rate:g} s"):
+            seconds_of(data)
+    else:
+        assert seconds_of(data) == samples / rate
 
 
 def test_an_mp3_without_a_table_is_counted_by_frames() -> None:
@@ -147,7 +199,7 @@ def test_other_files_are_refused(data: bytes) -> None:
 
 def test_random_changes_are_refused_or_read() -> None:
     chance = random.Random(5)
-    for data in FILES.values():
+    for data in (*FILES.values(), uncounted(FILES["flac"])):
         for _ in range(100):
             changed = bytearray(data[: chance.randrange(4, 4000)])
             for _ in range(chance.randrange(8)):

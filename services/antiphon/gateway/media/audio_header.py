@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from antiphon.gateway.media.boxes import boxes, find, movie
+from antiphon.gateway.media.flac import flac_seconds
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _header(data: memoryview, seconds_max: float) -> AudioFileHeader | None:
     if start[:4] == b"RIFF" and start[8:] == b"WAVE":
         return AudioFileHeader("wav", _wav_seconds(data))
     if start[:4] == b"fLaC":
-        return AudioFileHeader("flac", _flac_seconds(data))
+        return AudioFileHeader("flac", flac_seconds(data))
     if start[:4] == b"OggS":
         return AudioFileHeader("ogg", _ogg_seconds(data))
     if start[:4] == _EBML:
@@ -120,11 +121,6 @@ def _wav_seconds(data: memoryview) -> float:
             return size / frame_bytes / rate
         at += 8 + size + size % 2
     return 0.0
-
-
-def _flac_seconds(data: memoryview) -> float:
-    (packed,) = struct.unpack_from(">Q", data, 18)  # of STREAMINFO, which is the first block
-    return (packed & (1 << 36) - 1) / (packed >> 44)
 
 
 def _ogg_seconds(data: memoryview) -> float:
