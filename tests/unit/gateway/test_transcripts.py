@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pydantic
 import pytest
-from openai.types.audio import TranscriptionStreamEvent, TranscriptionVerbose
+from openai.types.audio import Transcription, TranscriptionStreamEvent, TranscriptionVerbose
 from tests.support.services import QUICK
 from tests.support.wait import until
 from tests.support.whisper import tones, wav
@@ -61,6 +61,9 @@ def test_segments_lie_between_timestamps(
     found, following = timed_tokens(ids, CARD, start_s=30.0, end_s=40.0)
     assert [(round(s.start, 2), round(s.end, 2), s.ids) for s in found] == segments
     assert all(isinstance(each, TimedTokens) for each in found)
+    assert [tuple(ids[place] for place in each.places) for each in found] == [
+        each.ids for each in found
+    ]
     assert round(following, 6) == following_s
 
 
@@ -133,7 +136,12 @@ SOUND = wav(tones(0.2))
             "verbose_json",
         ),
         ({"file": SOUND, "stream": "true", "response_format": "srt"}, "stream", "as a whole"),
-        ({"file": SOUND, "include__": "logprobs"}, "include", "logprobs are not returned"),
+        ({"file": SOUND, "include__": "times"}, "include[0]", "times"),
+        (
+            {"file": SOUND, "include__": "logprobs", "response_format": "verbose_json"},
+            "include",
+            "requires the response_format json",
+        ),
         ({"file": SOUND, "languages__": "de"}, "languages", "one language"),
         ({"file": SOUND, "known_speaker_names__": "a"}, "known_speaker_names", "speakers"),
         (
@@ -266,6 +274,30 @@ async def test_events_are_of_the_types_of_the_client(transcribing: House) -> Non
     status, whole = await posted(transcribing, file=LONG)
     assert (status, whole["text"]) == (200, 3 * TIMED)
     await nothing_is_held(transcribing)
+
+
+async def test_logprobs_are_those_of_the_tokens_of_the_text(transcribing: House) -> None:
+    part = [
+        {"token": text, "logprob": pytest.approx(-0.1 * number), "bytes": list(text.encode())}
+        for number, text in enumerate(SCRIPT, start=1)
+    ]
+    wanted = {"include__": "logprobs"}
+    assert (await posted(transcribing, file=SOUND, **wanted))[1]["logprobs"] == part
+    _, whole = await posted(transcribing, file=LONG, **wanted)
+    assert (whole["text"], whole["logprobs"]) == (3 * TIMED, 3 * part)
+    Transcription.model_validate(whole, strict=True)
+    async with posting(transcribing, file=LONG, stream="true", **wanted) as reply:
+        events = events_of(await reply.text())
+    kind: Any = pydantic.TypeAdapter(TranscriptionStreamEvent)
+    for event in events:
+        kind.validate_python(event, strict=True)
+    *deltas, end = events
+    assert end["logprobs"] == 3 * part
+    assert [each["logprobs"] for each in deltas] == [[one] for one in 3 * part]
+    # The last two tokens are no text.
+    transcribing.cluster.first_id = 98
+    assert (await posted(transcribing, file=SOUND, **wanted))[1]["logprobs"] == part[:2]
+    assert "logprobs" not in (await posted(transcribing, file=SOUND))[1]
 
 
 async def test_prompt_has_the_text_so_far(transcribing: House) -> None:

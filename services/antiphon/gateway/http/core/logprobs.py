@@ -77,6 +77,20 @@ def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
     return ChatLogprobs(content)
 
 
+def token_logprobs(piece: TokenOutputsChunk | None) -> list[TopLogprob]:
+    """The logprobs of all tokens, without those of others at their positions."""
+    if piece is None:
+        return []
+    return [
+        TopLogprob(
+            token=piece.text_of(detail.token_id),
+            logprob=_logprob(detail.logprob),
+            bytes=_bytes(piece, detail.token_id),
+        )
+        for detail in piece.details.iter_tokens()
+    ]
+
+
 def text_logprobs(
     piece: TokenOutputsChunk | None, start: int, before: tuple[str, ...] = ()
 ) -> TextLogprobs | None:

@@ -238,17 +238,17 @@ class ResponseHandler:
             with self._submission.job():
                 yield made, file
 
-    async def texts(
+    async def deltas(
         self, request: web.Request, gen_request: GenerationRequest
-    ) -> AsyncGenerator[str]:
-        """Yield the text of a prompt's only choice as it comes."""
+    ) -> AsyncGenerator[TextDelta]:
+        """Yield the text of a prompt's only choice, and its token outputs, as they come."""
         async with self._open(request, [gen_request]) as stream_group:
             while not stream_group.done:
                 for _, events in await stream_group.get():
                     self._count(stream_group.streams[0], events)
                     for event in events:
-                        if isinstance(event, TextDelta) and event.text:
-                            yield event.text
+                        if isinstance(event, TextDelta):
+                            yield event
                         if isinstance(event, Finished) and event.reason is FinishReason.ABORT:
                             raise Cancelled("the request was aborted")
             if stream_group.error is not None:

@@ -40,11 +40,15 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedTokens(msgspec.Struct, frozen=True):
-    """Text tokens between two timestamps, in seconds from the beginning of the file."""
+    """Text tokens between two timestamps, in seconds from the beginning of the file.
+
+    `places` are their indices in the output.
+    """
 
     start: float
     end: float
     ids: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 def timed_tokens(
@@ -59,29 +63,34 @@ def timed_tokens(
     Source: Radford et al. 2022, arXiv:2212.04356, section 3.8.
     """
     first = card.first_timestamp_id
-    tokens = [token for token in ids if token < card.end_id or token >= first]
-    timed = [token >= first for token in tokens]
+    known = [token < card.end_id or token >= first for token in ids]
+    places = [place for place, kept in enumerate(known) if kept]
+    timed = [ids[place] >= first for place in places]
 
     def time_of(token: int) -> float:
         return min(start_s + (token - first) * card.timestamp_s, end_s)
 
     following_s = start_s + card.window_s
-    pairs = [at for at in range(1, len(tokens)) if timed[at - 1] and timed[at]]
+    pairs = [at for at in range(1, len(places)) if timed[at - 1] and timed[at]]
     if pairs and timed[-2:] != [False, True]:
-        ended_s = time_of(tokens[pairs[-1] - 1])
+        ended_s = time_of(ids[places[pairs[-1] - 1]])
         if ended_s >= start_s + ADVANCE_MIN_S:
-            tokens, following_s = tokens[: pairs[-1]], ended_s
+            places, following_s = places[: pairs[-1]], ended_s
     found, begin_s, text = list[TimedTokens](), start_s, list[int]()
-    for token in tokens:
-        if token < first:
-            text.append(token)
-            continue
+
+    def end(until_s: float) -> None:
         if text:
-            found.append(TimedTokens(begin_s, time_of(token), tuple(text)))
-            text = []
-        begin_s = time_of(token)
-    if text:
-        found.append(TimedTokens(begin_s, end_s, tuple(text)))
+            between = tuple(ids[place] for place in text)
+            found.append(TimedTokens(begin_s, until_s, between, tuple(text)))
+            text.clear()
+
+    for place in places:
+        if ids[place] < first:
+            text.append(place)
+            continue
+        end(time_of(ids[place]))
+        begin_s = time_of(ids[place])
+    end(end_s)
     return found, following_s
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.logprobs import TopLogprob, token_logprobs
 from antiphon.gateway.http.openai.segments import (
     Segment,
     TimedTokens,
@@ -27,6 +28,7 @@ from antiphon.wire.sampling import (
     AllowRange,
     DisallowFirst,
     DisallowTokens,
+    StopStrings,
     TimestampRules,
     TokenOutputParams,
 )
@@ -38,12 +40,13 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.owner.actions import TextDelta
     from antiphon.gateway.requests.generation_request import MediumSource
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.claim import AudioWindow
     from antiphon.wire.sampling import LogitProcessor
-    from antiphon.wire.token_outputs import TokenOutput
+    from antiphon.wire.token_outputs import TokenOutput, TokenOutputsChunk
     from antiphon.wire.tokenize import TranscriptionCard
 
 BEFORE_CHARACTERS: Final = 4096
@@ -71,12 +74,21 @@ class TranscriptionOptions(NamedTuple):
     Attributes:
         temperature: 0: see `TEMPERATURES`.
         patience_s: How long a part is submitted again and again, once others are transcribed.
+        logprobs: Whether those of all text tokens are returned.
     """
 
     model: str | None
     prompt: str
     temperature: float
     patience_s: float
+    logprobs: bool = False
+
+
+class TranscriptDelta(NamedTuple):
+    """The next text, and the logprobs of its tokens, if they are wanted."""
+
+    text: str
+    logprobs: list[TopLogprob]
 
 
 class _Attempt(NamedTuple):
@@ -90,6 +102,7 @@ class _Attempt(NamedTuple):
     timed: Sequence[TimedTokens]
     texts: Sequence[str]
     avg_logprob: float
+    logprobs: Sequence[TopLogprob]
 
     @property
     def compression_ratio(self) -> float:
@@ -124,6 +137,7 @@ class TranscriptionJob:
     asked: TranscriptionPrompt
     scored: bool = False
     segments: list[Segment] = field(default_factory=list[Segment])
+    logprobs: list[TopLogprob] = field(default_factory=list[TopLogprob])
     _texts: list[str] = field(default_factory=list[str])
     _context_from: int = 0  # index of the first text that prompts begin with
     _parts: int = 0  # that are done
@@ -151,19 +165,23 @@ class TranscriptionJob:
             self._parts += 1
             start_s = start_s + self.card.window_s if silent else attempt.following_s
 
-    async def deltas(self) -> AsyncGenerator[str]:
+    async def deltas(self) -> AsyncGenerator[TranscriptDelta]:
         """Transcribe all parts, and yield the text as it comes: nothing of it is taken back."""
-        begun, start_s = False, 0.0
+        begun, start_s, logprobs = False, 0.0, list[TopLogprob]()
         while self._has_part(start_s):
             await self._detect(start_s)
             gen_request = self._part(start_s, self.options.temperature)
             async with aclosing(self._part_deltas(gen_request)) as deltas:
                 async for delta in deltas:
-                    shown = delta if begun else delta.lstrip()
+                    found = self._logprobs(delta.details)
+                    logprobs += found
+                    self.logprobs += found
+                    shown = delta.text if begun else delta.text.lstrip()
                     self._texts.append(shown)
                     if shown:
                         begun = True
-                        yield shown
+                        yield TranscriptDelta(shown, logprobs)
+                        logprobs = []
             self._parts += 1
             start_s += self.card.window_s
 
@@ -190,14 +208,30 @@ class TranscriptionJob:
         tokens = _tokens(answer)
         logprobs = [each.logprob for each in tokens if each.logprob is not None]
         average = sum(logprobs) / len(logprobs) if logprobs else 0.0
+        details = answer.choices[0].details
         if not self.asked.timestamps:
             text, following_s = answer.choices[0].text, start_s + self.card.window_s
-            return _Attempt(temperature, following_s, (), (text,), average)
+            found = self._logprobs(details)
+            return _Attempt(temperature, following_s, (), (text,), average, found)
         end_s = min(start_s + self.card.window_s, self.whole.seconds)
         ids = [each.token_id for each in tokens]
         timed, following_s = timed_tokens(ids, self.card, start_s, end_s)
         texts = await self.tokenizers.decode([each.ids for each in timed]) if timed else ()
-        return _Attempt(temperature, following_s, timed, texts, average)
+        places = [place for each in timed for place in each.places]
+        found = self._logprobs(details, places)
+        return _Attempt(temperature, following_s, timed, texts, average, found)
+
+    def _logprobs(
+        self, details: TokenOutputsChunk | None, places: Sequence[int] | None = None
+    ) -> list[TopLogprob]:
+        """The logprobs of text tokens, or of those at these places, if they are wanted."""
+        if not self.options.logprobs or details is None:
+            return []
+        if places is None:
+            ids = [each.token_id for each in details.details.iter_tokens()]
+            places = [place for place, token in enumerate(ids) if 0 <= token < self.card.end_id]
+        found = token_logprobs(details)
+        return [found[place] for place in places]
 
     async def _is_silent(self, attempt: _Attempt, start_s: float) -> bool:
         return attempt.guessed and await self._no_speech(start_s) > NO_SPEECH_MAX
@@ -242,11 +276,11 @@ class TranscriptionJob:
             raise Cancelled("the request was aborted")
         return answer
 
-    async def _part_deltas(self, gen_request: GenerationRequest) -> AsyncGenerator[str]:
+    async def _part_deltas(self, gen_request: GenerationRequest) -> AsyncGenerator[TextDelta]:
         due, begun = self._due(), False
         while True:
             try:
-                async with aclosing(self.handler.texts(self.request, gen_request)) as deltas:
+                async with aclosing(self.handler.deltas(self.request, gen_request)) as deltas:
                     async for delta in deltas:
                         begun = True
                         yield delta
@@ -280,6 +314,7 @@ class TranscriptionJob:
     ) -> GenerationRequest:
         so_far = "".join(self._texts[self._context_from :])
         before = f"{self.options.prompt} {so_far}"[-BEFORE_CHARACTERS:]
+        scored = scored or self.options.logprobs
         details = TokenOutputParams(ids=True, logprobs=True) if scored else None
         sampling = SamplingOptions(
             temperature=temperature, processors=self._processors(), details=details
@@ -302,6 +337,7 @@ class TranscriptionJob:
             prompt=prompt,
             transcription=asked,
             media=(msgspec.structs.replace(self.file, audio=window),),
+            stop=StopStrings(token_texts=self.options.logprobs),
             fields={"media": "file", "media.0": "file"},
             tokens_max=tokens_max,
             sampling=sampling,
@@ -330,6 +366,7 @@ class TranscriptionJob:
 
     async def _add(self, attempt: _Attempt, start_s: float) -> None:
         self._texts += attempt.texts
+        self.logprobs += attempt.logprobs
         no_speech_prob = await self._no_speech(start_s) if self.scored else 0.0
         for each, text in zip(attempt.timed, attempt.texts, strict=False):
             self.segments.append(

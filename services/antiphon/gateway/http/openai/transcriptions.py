@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.errors import shape_of
 from antiphon.gateway.http.core.fields import NOTHING, UnsupportedField, model_of
+from antiphon.gateway.http.core.logprobs import TopLogprob
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.openai.segments import Segment, subtitles
 from antiphon.gateway.http.openai.transcription_job import TranscriptionJob, TranscriptionOptions
@@ -70,12 +71,13 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     """ISO 639-1 code of the language. Unset: it is detected."""
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = []
     """`segment`; requires `verbose_json`."""
+    include: Annotated[list[Literal["logprobs"]], Meta(max_length=1)] = []
+    """`logprobs`, of the tokens of the text; requires `json`."""
     stream: bool = False
     """Whether to return the text as server-sent events; for `json` and `text`."""
 
     UNSUPPORTED: ClassVar = {
         **TranslationForm.UNSUPPORTED,
-        "include": UnsupportedField("logprobs are not returned", NOTHING),
         "keywords": UnsupportedField("words that guide the transcript are in prompt", NOTHING),
         "known_speaker_names": _SPEAKERS,
         "known_speaker_references": _SPEAKERS,
@@ -94,6 +96,7 @@ class TranscriptText(msgspec.Struct, frozen=True, kw_only=True):
     """The text of a file."""
 
     text: str
+    logprobs: list[TopLogprob] | UnsetType = UNSET
     usage: DurationUsage
 
 
@@ -110,10 +113,12 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
 
 class TextDeltaEvent(msgspec.Struct, frozen=True, kw_only=True, tag="transcript.text.delta"):
     delta: str
+    logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
 class TextDoneEvent(msgspec.Struct, frozen=True, kw_only=True, tag="transcript.text.done"):
     text: str
+    logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,14 @@ class TranscriptionEndpoints(Endpoints):
         async with self._form(request, TranscriptionForm) as (form, file):
             _check(form)
             language = None if form.language is None else _code(form.language)
-            job = await self._job(request, form, file, language=language, streamed=form.stream)
+            job = await self._job(
+                request,
+                form,
+                file,
+                language=language,
+                streamed=form.stream,
+                logprobs=bool(form.include),
+            )
             if not form.stream:
                 return await _answer(job, form)
 
@@ -170,6 +182,7 @@ class TranscriptionEndpoints(Endpoints):
         language: str | None = None,
         translate: bool = False,
         streamed: bool = False,
+        logprobs: bool = False,
     ) -> TranscriptionJob:
         """What is to be done with a file; its header is read, and its limits are checked."""
         model = model_of(form.model)
@@ -197,7 +210,7 @@ class TranscriptionEndpoints(Endpoints):
             self.response_handler,
             self.tokenizers,
             card,
-            TranscriptionOptions(form.model, form.prompt, form.temperature, patience_s),
+            TranscriptionOptions(form.model, form.prompt, form.temperature, patience_s, logprobs),
             MediumSource(file, "file", digest=digest),
             whole,
             asked,
@@ -217,6 +230,8 @@ def _check(form: TranscriptionForm) -> None:
     if form.timestamp_granularities and form.response_format != "verbose_json":
         text = "requires the response_format verbose_json"
         raise InvalidRequest.at("timestamp_granularities", text)
+    if form.include and form.response_format != "json":
+        raise InvalidRequest.at("include", "requires the response_format json")
     if form.stream and form.response_format not in _STREAMED:
         raise Unsupported.at("stream", f"{form.response_format} is returned as a whole")
 
@@ -230,8 +245,9 @@ def _code(language: str) -> str:
 async def _events(job: TranscriptionJob) -> AsyncGenerator[bytes]:
     async with aclosing(job.deltas()) as deltas:
         async for delta in deltas:
-            yield _event(TextDeltaEvent(delta=delta))
-    yield _event(TextDoneEvent(text=job.text))
+            logprobs = delta.logprobs if job.options.logprobs else UNSET
+            yield _event(TextDeltaEvent(delta=delta.text, logprobs=logprobs))
+    yield _event(TextDoneEvent(text=job.text, logprobs=_logprobs(job)))
 
 
 def _event(event: msgspec.Struct) -> bytes:
@@ -241,7 +257,8 @@ def _event(event: msgspec.Struct) -> bytes:
 async def _answer(job: TranscriptionJob, form: TranslationForm) -> web.Response:
     await job.run()
     if form.response_format == "json":
-        return json_reply(TranscriptText(text=job.text, usage=usage_of(job.whole.seconds)))
+        usage = usage_of(job.whole.seconds)
+        return json_reply(TranscriptText(text=job.text, logprobs=_logprobs(job), usage=usage))
     if form.response_format == "verbose_json":
         return json_reply(
             Transcript(
@@ -256,6 +273,10 @@ async def _answer(job: TranscriptionJob, form: TranslationForm) -> web.Response:
     if form.response_format == "text":
         return web.Response(text=job.text + "\n")
     return web.Response(text=subtitles(job.segments, form.response_format))
+
+
+def _logprobs(job: TranscriptionJob) -> list[TopLogprob] | UnsetType:
+    return job.logprobs if job.options.logprobs else UNSET
 
 
 def usage_of(seconds: float) -> DurationUsage:
