@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from antiphon.kernels.rotary import LongScaling
+from antiphon.kernels.rotary import LongScaling, RotarySpec
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
@@ -24,6 +24,7 @@ from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
+from antiphon.layers.per_layer_embedding import PerLayerInputSpec
 from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 from antiphon.model_worker.model.spec import (
     EmbeddingSpec,
@@ -229,15 +230,46 @@ def _layers(part: ModelSpec) -> Found:
     far = next((mixer.rotary for mixer in mixers if mixer.window is None and mixer.rotary), None)
     turned = {way for way in ways if way is not None}
     if len(turned) > 1:
+        assert far is not None, "the rotation of the layers without windows"
         yield "local RoPE", _all_rotated(part, far)
     # A recurrent layer has nothing to rotate.
     if turned and any(mixer.rotary is None for mixer in mixers):
         yield "NoPE layers", _all_rotated(part, next(iter(turned)))
+    if any(mixer.kv_layer is not None for mixer in mixers):
+        yield "keys and values of another layer", _all_of_the_first(part)
 
 
-def _all_rotated(spec: ModelSpec, rotary: object) -> tuple[LayerSpec, ...]:
+def _all_rotated(spec: ModelSpec, rotary: RotarySpec) -> tuple[LayerSpec, ...]:
+    """By this rotation, as far as heads reach."""
+
+    def turned(mixer: AttentionSpec) -> AttentionSpec:
+        size = min(rotary.size, mixer.head_size)
+        return dataclasses.replace(mixer, rotary=dataclasses.replace(rotary, size=size))
+
+    return _attending(spec, turned)
+
+
+def _all_of_the_first(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Layers without keys and values share those of the first layer whose cache is alike."""
+    first: dict[object, int] = {}
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, AttentionSpec):
+            first.setdefault(layer.mixer.cache, index)
+
+    def shared(mixer: AttentionSpec) -> AttentionSpec:
+        if mixer.kv_layer is None:
+            return mixer
+        return dataclasses.replace(mixer, kv_layer=first[mixer.cache])
+
+    return _attending(spec, shared)
+
+
+def _attending(
+    spec: ModelSpec, change: Callable[[AttentionSpec], AttentionSpec]
+) -> tuple[LayerSpec, ...]:
+    """The layers, those with attention changed."""
     return tuple(
-        msgspec.structs.replace(layer, mixer=dataclasses.replace(layer.mixer, rotary=rotary))
+        msgspec.structs.replace(layer, mixer=change(layer.mixer))
         if isinstance(layer.mixer, AttentionSpec)
         else layer
         for layer in spec.layers
@@ -304,6 +336,8 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "cross": _off("cross", "cross attention", None),
         "parallel": _off("parallel", "parallel blocks", plain=False),
         "multiplier": _off("multiplier", "residual multiplier", 1.0),
+        "per_layer_input": _off("per_layer_input", "per-layer embeddings", None),
+        "scalar": _off("scalar", "scaled layers", None),
     },
     NormSpec: {"kind": _kind},
     AttentionSpec: {
@@ -315,6 +349,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "chunked": _off("chunked", "chunked attention", plain=False),
         "temperature": _off("temperature", "temperature", None),
         "qk_norm": _off("qk_norm", "qk-norm", None),
+        "value_norm": _off("value_norm", "norms of values", None),
         "softcap": _off("softcap", "capped scores", None),
         "sinks": _off("sinks", "sinks", plain=False),
         "gated": _off("gated", "gated attention", plain=False),
@@ -347,6 +382,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         **_biases("bias"),
     },
     PlainMlpSpec: {"activation": _activation, **_biases("bias")},
+    PerLayerInputSpec: {"activation": _activation},
     MoeSpec: {
         "router_bias": _off("router_bias", "router bias", plain=False),
         "correction": _off("correction", "correction", None),
@@ -380,7 +416,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
     kind: frozenset(fields.split())
     for kind, fields in {
         ModelSpec: "vocabulary hidden norm_name layer_name ignored prefix"
-        " old_endings passed_over further_layers draft_head",
+        " old_endings passed_over further_layers draft_head per_layer_embedding",
         EmbeddingSpec: "name types_count norm_name",
         HeadSpec: "name tied",
         ClassificationHeadSpec: "labels name",
@@ -388,7 +424,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         LayerSpec: "norms",
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
-        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs",
+        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs kv_layer",
         CrossAttentionSpec: "heads head_size scale source_tokens query key value out",
         LatentSpec: "sizes query_latent rotary",
         ParallelMixersSpec: "",
@@ -397,6 +433,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         GatedDeltaSpec: "key_heads value_heads key_size value_size taps separate",
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
+        PerLayerInputSpec: "size gate projection norm_name",
         MoeSpec: "router",
         RoutingSpec: "top_k",
         ExpertsSpec: "count width names",

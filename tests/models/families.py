@@ -120,6 +120,18 @@ def long_rope(trained: int, partial: float = 0.75) -> Mapping[str, object]:
     }
 
 
+UNSCALED_LIMIT = 2e-3
+"""Scores are not scaled and softmax saturates: transformers' float32 is 3e-4 from its float64."""
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
+
 STATE_LIMIT = 5e-5
 """Chunks sum in another order than those of transformers; measured, 1.4e-5."""
 
@@ -245,6 +257,32 @@ ROWS = (
             },
         },
         limit=4e-5,
+    ),
+    Row(
+        "gemma4",
+        transformers.Gemma4ForCausalLM,
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "attention_bias": True,
+            "final_logit_softcapping": 5.0,
+        },
+        sizes={**SIZES, "num_hidden_layers": 6},
+        limit=UNSCALED_LIMIT,
+    ),
+    Row(
+        "gemma4 with values that are keys",
+        transformers.Gemma4ForCausalLM,
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        sizes=FOUR_LAYERS,
+        limit=UNSCALED_LIMIT,
     ),
     Row("phi", transformers.PhiForCausalLM, {"qk_layernorm": True}),
     Row("phi3", transformers.Phi3ForCausalLM, {**long_rope(trained=8), "sliding_window": 20}),

@@ -100,6 +100,13 @@ def with_axes(
 
 ROWS = (
     seeing("gemma3", transformers.Gemma3ForConditionalGeneration, image_size=56),
+    seeing(
+        "gemma4",
+        transformers.Gemma4ForConditionalGeneration,
+        head_dim=16,
+        num_key_value_heads=2,
+        position_embedding_size=4,
+    ),
     *(
         seeing(
             text,

@@ -130,6 +130,22 @@ def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: s
         ("llama4", {"layer_types": ["sliding_attention"] * 3}, r"config\.json: "),
         ("llama4", {"no_rope_layers": [1, 0]}, r"config\.json: "),
         ("llama4", {"num_experts_per_tok": 7}, r"config\.json: "),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ("gemma4", {"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6: no layer before them"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1: no layer before"),
+        ("gemma4", {"vocab_size_per_layer_input": 100}, "= 100: must be at least vocab_size = 128"),
+        ("gemma4", {"pad_token_id": 128}, "above pad_token_id = 128"),
+        ("gemma4", {"num_global_key_value_heads": 0}, "num_global_key_value_heads"),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"num_key_value_heads": 3}}},
+            "4 attention heads do not share 3",
+        ),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"intermediate_size": 9}}},
+            "per_layer_config: 1: intermediate_size: not supported",
+        ),
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("BertModel", {"is_decoder": True}, "is_decoder"),
         (

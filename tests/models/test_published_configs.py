@@ -22,7 +22,7 @@ from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.encoder.grid_tower_files import read_grid_spec
-from antiphon.kernels.rotary import LinearScaling, RotarySpec
+from antiphon.kernels.rotary import LinearScaling, ProportionalScaling, RotarySpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.model_card.files import ModelFiles, find_files
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 LITE = "deepseek-v2 without groups and bottleneck"
 
 
-@pytest.mark.parametrize("name", ["gemma", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE])
+@pytest.mark.parametrize(
+    "name", ["gemma", "gemma4", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE]
+)
 def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, name: str) -> None:
     save(BY_NAME[name], tmp_path)
     spec, card = load(tmp_path).spec, read_card(tmp_path)
@@ -108,6 +110,30 @@ def test_a_model_that_sees_is_read_as_its_model_of_text(tmp_path: Path) -> None:
     assert (local.window, full.window) == (1024, None)
     assert full.rotary == RotarySpec(256, 1e6, LinearScaling(8.0))
     assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
+
+
+def test_what_gemma4_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
+    """Of twelve layers each sixth sees all; the last six share the keys of those before."""
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 12, "num_kv_shared_layers": 6}
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, card = read_config(tmp_path), read_card(tmp_path)
+    spec = read_spec(find_family(read.architectures), read)
+    mixers = [attention_of(layer) for layer in spec.layers]
+    local, full = mixers[4], mixers[5]
+    assert (local.query_heads, local.kv_heads, local.head_size) == (8, 4, 256)
+    assert (local.window, full.window, full.head_size) == (512, None, 512)
+    assert local.rotary == RotarySpec(256, 1e4)
+    assert full.rotary == RotarySpec(512, 1e6, ProportionalScaling(64))
+    assert [mixer.kv_layer for mixer in mixers] == [None] * 6 + [4] * 5 + [5]
+    assert [each.kv_layer for each in card.layer_heads] == [mixer.kv_layer for mixer in mixers]
+    assert card.kv_bytes(Dtype.BFLOAT16) == 2 * 2 * 4 * (5 * 256 + 512)
+    assert (card.per_layer_width, card.tied) == (12 * 256, True)
 
 
 def test_a_model_whose_positions_have_axes_is_read_as_it_was_published(tmp_path: Path) -> None:

@@ -77,8 +77,16 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     assert all(map(torch.equal, logits, expected))
 
 
+APART = {
+    "gemma4": "the fused decoder has no per-layer inputs",
+    "gemma4 that sees": "the fused decoder has no per-layer inputs",
+    "gemma4 with values that are keys": "the fused decoder has no per-layer inputs",
+}
+"""Rows that run layer by layer, and why."""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [row.name for row in ROWS])
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in APART])
 def test_a_stack_of_any_family_has_the_bits_of_its_layers(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
@@ -93,6 +101,12 @@ def test_a_stack_of_any_family_has_the_bits_of_its_layers(
     assert ids == expected_ids
     assert len(logits) == len(expected)
     assert all(map(torch.equal, logits, expected))
+
+
+@pytest.mark.parametrize(("name", "reason"), APART.items())
+def test_what_no_stack_has_runs_layer_by_layer(tmp_path: Path, name: str, reason: str) -> None:
+    (refused,) = runner_of(save(BY_NAME[name], tmp_path).folder).choices[0].refused
+    assert refused[1].startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,22 @@ class DynamicScaling:
     trained_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first pairs of a head turn, each as in a head that turns whole.
+
+    Source: `rope_type` proportional of Gemma 4's config, as transformers computes it.
+    """
+
+    pairs: int  # that turn; the others have the frequency 0
+    factor: float = 1.0  # positions are divided by this
+
+
 _POSITIONS_MIN = 1024
 
-RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | DynamicScaling
+RotaryScaling = (
+    LinearScaling | Llama3Scaling | YarnScaling | LongScaling | DynamicScaling | ProportionalScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +166,9 @@ class RotarySpec:
                 return _stretch_slow_pairs(frequencies, self, self.scaling)
             case LongScaling(factors):
                 return 1.0 / (torch.tensor(factors) * self.base**exponent)
+            case ProportionalScaling(pairs, factor):
+                frequencies[pairs:] = 0.0
+                return frequencies / factor
 
 
 def cos_sin(

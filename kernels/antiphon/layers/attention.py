@@ -74,6 +74,10 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None  # of queries and keys, before RoPE
     # What is normalised together: each head, or all heads of a token.
     qk_norm_over: Literal["head", "token"] = "head"
+    value_norm: NormSpec | None = None  # of the values of each head, without weights
+    # The layer before it whose keys and values it attends to, and whose cache is as its own would
+    # be; None: it has its own.
+    kv_layer: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     # Whether each query head has an attention sink: a learned score without a value.
     sinks: bool = False
@@ -94,7 +98,10 @@ class AttentionSpec:
 
 
 class Attention(Sublayer):
-    """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size."""
+    """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size.
+
+    A layer that attends to the keys and values of another one has no kv heads.
+    """
 
     def __init__(self, site: LayerBuildContext, spec: AttentionSpec) -> None:
         build, names = site.build, spec.names
@@ -113,7 +120,12 @@ class Attention(Sublayer):
         )
         self.temperature = spec.temperature
         self._norms = None if spec.qk_norm is None else build_qk_norm(site, spec, spec.qk_norm)
-        self.children = (self._qkv, self._out, self._norms)
+        self._value_norm = None
+        if spec.value_norm is not None:
+            assert not spec.value_norm.affine, "norms of values have no weights"
+            assert spec.kv_layer is None, "there are no values"
+            self._value_norm = site.norm(spec.value_norm, "", spec.head_size)
+        self.children = (self._qkv, self._out, self._norms, self._value_norm)
         first = build.tp.rank * query_heads
         self._share = slice(first, first + query_heads)
         self._sinks_name, self._query_heads = site.tensor_name(names.sinks), spec.query_heads
@@ -123,15 +135,19 @@ class Attention(Sublayer):
             norms=self.head_norms if spec.causal else None,
             softcap=spec.softcap,
             sinks=build.empty(query_heads) if spec.sinks else None,
-            kv_heads=max(1, spec.kv_heads // build.tp.ranks),
+            kv_heads=0 if spec.kv_layer is not None else max(1, spec.kv_heads // build.tp.ranks),
+            kv_layer=spec.kv_layer,
             window=spec.window,
         )
         """The attention parameters, independent of the forward pass."""
         shaped = spec.softcap is not None or spec.sinks
         assert spec.causal or not shaped, "no kernel has it"
+        assert spec.causal or spec.kv_layer is None, "only a cache is shared"
         self.kernels = frozenset({"attention.whole"})
         if spec.causal:
-            self.kernels = frozenset({"attention.heads", "attention.paged"})
+            self.kernels = frozenset({"attention.paged"})
+        if spec.causal and spec.kv_layer is None:
+            self.kernels |= {"attention.heads"}
         if spec.gated:
             self.kernels |= {"activation.sigmoid_mul"}
 
@@ -143,6 +159,9 @@ class Attention(Sublayer):
             heads, gate = heads[:, :own], heads[:, own:]
         if self._norms is not None and self.params.norms is None:
             heads = self._norms(ctx, heads)
+        if self._value_norm is not None:
+            values = heads[:, -self.params.kv_heads :]
+            values.copy_(self._value_norm(ctx, values.flatten(0, 1)).view(values.shape))
         if self.temperature is not None:
             heads = self._tempered(ctx, heads, self.temperature)
         mixed = ctx.attend(self._layer, heads, self.params)  # (T, Q, D)
@@ -169,6 +188,10 @@ class Attention(Sublayer):
     @property
     def unfused(self) -> str | None:
         """What of it the fused decoder does not have; None: nothing."""
+        if self.params.kv_layer is not None:
+            return "keys and values of another layer"
+        if self._value_norm is not None:
+            return "norms of values"
         over_ranks = self._norms is not None and self._norms.weights is None
         return "QK norms over ranks" if over_ranks else None
 
@@ -188,6 +211,10 @@ def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ..
     shards = min(ranks, spec.kv_heads)
     heads = (spec.query_heads, spec.kv_heads, spec.kv_heads, spec.query_heads)
     tensors = (names.query, names.key, names.value) + ((names.query,) if spec.gated else ())
+    if spec.kv_layer is not None:
+        assert not names.fused, "queries have a tensor of their own"
+        assert not spec.gated, "queries have it alone"
+        tensors = (names.query,)
     turned = spec.rotary.size if spec.interleaved_rope and spec.rotary is not None else 0
     parts: list[LinearPart] = []
     for place, name in enumerate(tensors):
@@ -233,9 +260,23 @@ class QkNorm(Module):
 
 
 def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> QkNorm:
+    if spec.kv_layer is not None:
+        return QueryNorm(site, spec, norm)
     if spec.qk_norm_over == "token" and site.build.tp.ranks > 1:
         return ShardedQkNorm(site, spec, norm)
     return WholeQkNorm(site, spec, norm)
+
+
+class QueryNorm(QkNorm):
+    """The norm of each query, in a layer without keys of its own."""
+
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
+        assert spec.qk_norm_over == "head", "ranks have whole heads"
+        self._norm = site.norm(norm, spec.names.query_norm, spec.head_size)
+        self.children = (self._norm,)
+
+    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        return self._norm(ctx, heads.flatten(0, 1)).view(heads.shape)
 
 
 class WholeQkNorm(QkNorm):

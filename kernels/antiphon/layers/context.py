@@ -31,7 +31,9 @@ class AttentionParams:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     # (Q,) a score of each query head that takes part in the softmax and has no value.
     sinks: Tensor | None = None
-    kv_heads: int = 0  # H on this rank
+    kv_heads: int = 0  # H on this rank; 0 without keys and values of its own
+    # The layer whose keys and values it attends to, which has run before; None: it has its own.
+    kv_layer: int | None = None
     # A query attends to itself and the window - 1 tokens before it, and to as many after it if
     # bidirectional; None: to all. A KV cache takes it from its cache group instead.
     window: int | None = None
@@ -40,7 +42,7 @@ class AttentionParams:
 AttentionBackend = Callable[[int, Tensor, AttentionParams], Tensor]
 """Applies RoPE, writes this pass's keys and values, and attends to all of a row: the layer, its
 heads (T, Q + 2 H, D), queries before keys before values, and its parameters  ->  (T, Q, D).
-Axes: T tokens, Q query heads, H kv heads, D head size."""
+Axes: T tokens, Q query heads, H kv heads, D head size; H is 0 where another layer has them."""
 
 RecurrenceBackend = Callable[[int, Tensor, "Recurrence"], Tensor]
 """Runs a recurrence over the states of each row of the pass, which it changes: the layer, its

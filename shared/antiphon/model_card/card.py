@@ -26,6 +26,7 @@ from antiphon.model_card.config_json import (
     unused_prefixes,
 )
 from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
+from antiphon.model_card.layer_heads import HeadFields, LayerHeads
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.weight_headers import Weights, read_weights
 from antiphon.wire.sampling import SamplingDefaults
@@ -145,8 +146,12 @@ class ModelCard(msgspec.Struct, frozen=True):
     gguf: bool = False
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
-    kv_numbers: int | None = None
-    """Elements of a token's keys and values in all layers, if layers have different heads."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """The heads of each layer, if layers have different ones."""
+    per_layer_width: int = 0
+    """Elements of the inputs that layers have of a token beside the stream, of all together."""
+    per_layer_vocabulary: int = 0
+    """Rows of the table of these."""
     rope_factors: Factors | None = None
     """The list of factors that a longrope model uses for the served context."""
     model_type: str = ""
@@ -167,6 +172,12 @@ class ModelCard(msgspec.Struct, frozen=True):
         numbers = self.layers * self.hidden_size * self.head_size * heads
         return min(1.0, numbers / max(1, self.weights.count))
 
+    @property
+    def looked_up(self) -> int:
+        """Parameters of tables that are not the head, of which a token reads a row."""
+        tables = 0 if self.tied else self.vocabulary_size * self.hidden_size
+        return tables + self.per_layer_vocabulary * self.per_layer_width
+
     def kv_bytes(self, dtype: Dtype | CacheDtype, ranks: int = 1) -> int:
         """KV cache bytes of one token (keys and values, or latents) in all caching layers.
 
@@ -174,9 +185,11 @@ class ModelCard(msgspec.Struct, frozen=True):
         """
         if not self.causal:
             return 0
+        if self.layer_heads:
+            own = (each for each in self.layer_heads if each.cached)
+            numbers = (2 * max(1, each.cached // ranks) * each.head_size for each in own)
+            return sum(numbers) * item_bytes(dtype)
         heads = max(1, self.kv_heads // ranks)
-        if self.kv_numbers is not None:
-            return -(-self.kv_numbers * heads // self.kv_heads) * item_bytes(dtype)
         layers = self.layers if self.states is None else self.states.attending
         cached, latent = 2 * heads * self.head_size, self.latent
         if latent is not None:
@@ -189,7 +202,14 @@ class ModelCard(msgspec.Struct, frozen=True):
         return tokens * self.layers * 2 * self.heads * self.head_size * item_bytes(dtype)
 
     def with_full_heads(self) -> ModelCard:
-        """The card for transformers' modules, which cache keys and values in place of latents."""
+        """The card for transformers' modules.
+
+        They cache keys and values in place of latents, and in layers that share them a copy each.
+        """
+        if self.layer_heads:
+            replace = msgspec.structs.replace
+            layers = tuple(replace(each, kv_layer=None) for each in self.layer_heads)
+            return replace(self, layer_heads=layers)
         if self.latent is None:
             return self
         size = max(self.latent.content + self.latent.position, self.latent.value)
@@ -231,7 +251,7 @@ def read_card(location: ModelLocation) -> ModelCard:
         heads=config.num_attention_heads,
         kv_heads=_kv_heads(config),
         head_size=_head_size(config),
-        mlp_width=config.intermediate_size_mlp or _width(config),
+        mlp_width=config.intermediate_size_mlp or _width(config) * (1 + config.widens),
         vocabulary_size=config.vocab_size,
         context_tokens=_context_tokens(config),
         dtype=_dtype(config, weights, file),
@@ -248,7 +268,9 @@ def read_card(location: ModelLocation) -> ModelCard:
         gguf=files.format is LoadFormat.GGUF,
         experts=_experts(config),
         latent=_latent(config),
-        kv_numbers=_kv_numbers(config),
+        layer_heads=config.layers() if config.differs else (),
+        per_layer_width=config.per_layer_width,
+        per_layer_vocabulary=config.vocab_size_per_layer_input if config.per_layer_width else 0,
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
         causal=not (is_bidirectional(architecture) or config.bidirectional),
@@ -278,15 +300,7 @@ class _RopeFields(msgspec.Struct):
         return rope.factor or 1.0 if dynamic else 1.0
 
 
-class _LayerHeads(msgspec.Struct):
-    head_dim: int | None = None
-    num_key_value_heads: int | None = None
-
-
-class _CardFields(msgspec.Struct):
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+class _CardFields(HeadFields, kw_only=True):
     vocab_size: int
     max_position_embeddings: int
     intermediate_size: int | None = None
@@ -294,8 +308,6 @@ class _CardFields(msgspec.Struct):
     """Width of dense blocks, in models whose `intermediate_size` is that of their experts."""
     architectures: tuple[str, ...] = ("",)
     model_type: str = ""
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -306,11 +318,9 @@ class _CardFields(msgspec.Struct):
     pad_token_id: int | None = None
     type_vocab_size: int = 0
     use_bidirectional_attention: bool | str = False
-    layer_types: tuple[str, ...] | None = None
-    per_layer_config: dict[str, _LayerHeads] | None = None
-    global_head_dim: int | None = None
-    num_global_key_value_heads: int | None = None
-    attention_k_eq_v: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    use_double_wide_mlp: bool = False
     num_labels: int | None = None
     id2label: dict[str, object] | None = None
     num_experts: int | None = None
@@ -336,6 +346,16 @@ class _CardFields(msgspec.Struct):
     @property
     def rope(self) -> _RopeFields:
         return self.rope_parameters or self.rope_scaling or _RopeFields()
+
+    @property
+    def per_layer_width(self) -> int:
+        """Elements of the per-layer inputs of a token, in the models that have them."""
+        return self.num_hidden_layers * self.hidden_size_per_layer_input if self.differs else 0
+
+    @property
+    def widens(self) -> bool:
+        """Whether blocks of layers that share keys and values are twice as wide."""
+        return self.differs and self.use_double_wide_mlp and self.num_kv_shared_layers > 0
 
     @property
     def bidirectional(self) -> bool:
@@ -376,7 +396,8 @@ def _parameters(config: _CardFields, states: RecurrentStates | None) -> int:
     if config.model_type in LEARNED_POSITIONS:
         tables += config.max_position_embeddings + config.type_vocab_size
     head = head_parameters(architecture, config.hidden_size, len(_labels(config)))
-    return _in_linears(config, states) + config.hidden_size * tables + head
+    inputs = config.vocab_size_per_layer_input * config.per_layer_width
+    return _in_linears(config, states) + config.hidden_size * tables + inputs + head
 
 
 def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
@@ -385,8 +406,15 @@ def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
     linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
     blocks = layers * dense
+    if config.widens:
+        blocks += config.num_kv_shared_layers * dense
     if (experts := _experts(config)) is not None:
         blocks += experts.layers * (experts.layer_parameters(hidden) - dense)
+    if config.differs:
+        heads = config.num_attention_heads
+        numbers = sum((2 * heads + h.projected) * h.head_size for h in config.layers())
+        # The projection of all inputs, and in each layer a gate and a way back.
+        return hidden * (numbers + 3 * config.per_layer_width) + blocks
     attending, recurrent, attention = layers, 0, _attention_parameters(config)
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
@@ -466,31 +494,6 @@ def _kv_heads(config: _CardFields) -> int:
     if config.model_type in REPEATED_KV:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
-
-
-def _kv_numbers(config: _CardFields) -> int | None:
-    """KV elements per token in all layers, if full-attention or numbered layers differ in heads."""
-    if config.per_layer_config is None and config.global_head_dim is None:
-        return None
-    kv_heads, size = _kv_heads(config), _head_size(config)
-    total = 0
-    for layer in range(config.num_hidden_layers):
-        own = _own_heads(config, layer)
-        total += 2 * (own.num_key_value_heads or kv_heads) * (own.head_dim or size)
-    return total
-
-
-def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
-    if config.per_layer_config is not None:
-        return config.per_layer_config.get(str(layer), _LayerHeads())
-    if not config.layer_types:  # Gemma 4's default
-        full = layer % 6 == 5 or layer == config.num_hidden_layers - 1
-    else:
-        full = config.layer_types[layer : layer + 1] == ("full_attention",)
-    if not full:
-        return _LayerHeads()
-    heads = config.num_global_key_value_heads if config.attention_k_eq_v else None
-    return _LayerHeads(head_dim=config.global_head_dim, num_key_value_heads=heads)
 
 
 def _dtype(config: _CardFields, weights: Weights, file: Path) -> Dtype:

@@ -42,6 +42,7 @@ Factors = Literal["short", "long"]
 
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -74,6 +75,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "connector.", "image_newline", "projector.", "mlp_AR."),
+    *("embed_vision.", "embed_audio."),
 )
 """Prefixes of tensors of towers for media, and of what is behind them."""
 
@@ -135,7 +137,20 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    "gemma4_text": {**_GEMMA, "global_head_dim": 512},
+    "gemma4_text": {
+        **_GEMMA,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4v_text": {"rms_norm_eps": 1e-5, "num_key_value_heads": 2},
     "glm4v_moe_text": {"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1e-5},

@@ -102,8 +102,7 @@ def weight_bytes(
     stored += _beside_bytes(card, dtype)
     if linear not in INT8_FORMATS:
         return stored + plain * item
-    looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
-    return stored + plain - looked_up + looked_up * item
+    return stored + plain - card.looked_up + card.looked_up * item
 
 
 FP8_BYTES = 1 + 4 / 128
@@ -159,10 +158,12 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
     blocks count, though one follows the other: the allocator caches the memory that the first one
     frees, and its size does not match that of the second one.
     """
-    attention, expanded = (2 * card.heads + 4 * card.kv_heads) * card.head_size, 0
+    size = max((each.head_size for each in card.layer_heads), default=card.head_size)
+    attention, expanded = (2 * card.heads + 4 * card.kv_heads) * size, 0
     if card.latent is not None:
         attention, expanded = card.latent.token_numbers(card.heads), EXPANDED_BYTES_MAX
     width = 3 * card.hidden_size + attention + _feed_forward_numbers(card)
+    width += 4 * card.per_layer_width  # rows of the table, projections, their norms and sums
     if card.target_hidden_size is not None:
         # What a draft head reads of the served model, which keeps it; and twice the stream.
         width += 2 * AUX_LAYERS * card.target_hidden_size + 2 * card.hidden_size
@@ -271,11 +272,7 @@ def token_weight_bytes(card: ModelCard, dtype: Dtype, taken: int) -> int:
     It reads one row of a table that is not the head, and none of the experts that are not chosen.
     """
     each = taken / card.weights.count if card.weights.count else 0.0
-    unread = 0.0
-    if not card.tied:
-        unread += (
-            card.vocabulary_size * card.hidden_size * (each if card.gguf else item_bytes(dtype))
-        )
+    unread = card.looked_up * (each if card.gguf else item_bytes(dtype))
     if (experts := card.experts) is not None:
         idle = experts.layers * (experts.count - experts.chosen)
         unread += idle * 3 * experts.width * card.hidden_size * each
@@ -315,7 +312,7 @@ def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
         return card.weights.grouped
     if quantization is None or not quantization.online:
         return card.weights.quantized
-    tables = (1 if card.tied else 2) * card.vocabulary_size * card.hidden_size
+    tables = card.vocabulary_size * card.hidden_size + card.looked_up
     return max(card.weights.count - tables, 0)
 
 

@@ -186,6 +186,8 @@ def resolve(
         _check_gpu(settings, layers.value)
     if card.source_tokens:
         _check_cross(settings)
+    if stages > 1:
+        _check_stages(card)
     backends = _backends(settings.model)
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card, device)
@@ -344,6 +346,15 @@ def _check_cross(settings: Settings) -> None:
     for name, asked in refused.items():
         if asked:
             raise ConfigError(f"{name}: a model with cross attention runs on one rank, on the CPU")
+
+
+def _check_stages(card: ModelCard) -> None:
+    """Refuse layers that read, beside the residual stream, what another stage would have."""
+    if card.per_layer_width or any(each.kv_layer is not None for each in card.layer_heads):
+        raise ConfigError(
+            "parallel.pp_size: a model with per-layer embeddings, or whose layers share keys and "
+            "values, has one stage; use parallel.tp_size (--tp-size)"
+        )
 
 
 def _backends(model: ModelConfig) -> ResolvedValue[tuple[str, ...]]:

@@ -193,7 +193,13 @@ def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
     check_device(write_llama(tmp_path, {"num_hidden_layers": 2}), (False, True), count=4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3", "mixtral", "gemma2", "gpt-oss", "deepseek-v3"),
+        pytest.param("gemma4", marks=pytest.mark.long),
+    ],
+)
 def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
     check_device(save(BY_NAME[family], tmp_path).folder)
 

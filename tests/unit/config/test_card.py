@@ -190,7 +190,22 @@ def test_layers_with_other_heads_are_all_counted(tmp_path: Path, said: dict[str,
     config = CONFIG | {"model_type": "gemma4_text", "num_hidden_layers": 2, "head_dim": 16} | said
     write_model(tmp_path, config)
     kv_heads = 2
-    assert read_card(tmp_path).kv_bytes(Dtype.BFLOAT16) == 2 * (2 * kv_heads * 16 + 2 * 32)
+    card = read_card(tmp_path)
+    assert card.kv_bytes(Dtype.BFLOAT16) == 2 * (2 * kv_heads * 16 + 2 * 32)
+    # Each of two ranks has a copy of the only head of the second layer.
+    assert card.kv_bytes(Dtype.BFLOAT16, 2) == 2 * (kv_heads * 16 + 2 * 32)
+
+
+def test_layers_that_share_keys_and_values_are_counted_once(tmp_path: Path) -> None:
+    said = {"global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    config = CONFIG | {"model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 16}
+    config |= {"layer_types": ["sliding_attention", "full_attention"] * 2} | said
+    write_model(tmp_path, config)
+    card, own = read_card(tmp_path), 2 * (2 * 2 * 16 + 2 * 2 * 32)
+    assert [each.kv_layer for each in card.layer_heads] == [None, None, 0, 1]
+    assert card.kv_bytes(Dtype.BFLOAT16) == own
+    assert card.with_full_heads().kv_bytes(Dtype.BFLOAT16) == 2 * own
+    assert card.per_layer_width == 4 * 256
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.card import ModelCard, RecurrentStates, Weights
 from antiphon.model_card.config_json import Task
+from antiphon.model_card.layer_heads import LayerHeads
 from antiphon.model_card.pooling import Pooling, PoolMode
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX
@@ -315,6 +316,15 @@ def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
     plan = decide(shared, **said | {"model__device": "interpreter"})
     assert plan.memory_bytes.value == 40 * GIB
     assert plan.ranks.reason.endswith("which sum by gloo")
+
+
+def test_layers_that_read_what_another_stage_has_are_not_staged() -> None:
+    shared = LayerHeads(kv_heads=2, head_size=32, kv_layer=0)
+    sharing = replace(CARD, layer_heads=(replace(shared, kv_layer=None), shared))
+    for card in (sharing, replace(CARD, per_layer_width=16, per_layer_vocabulary=100)):
+        with pytest.raises(ConfigError, match=r"parallel\.pp_size: a model with per-layer"):
+            decide(DEVICE, card, parallel__pp_size="2")
+        assert decide(DEVICE, card, parallel__tp_size="2").ranks.value == 2
 
 
 def test_deterministic_inference_on_a_gpu_multiplies_in_tiles() -> None:

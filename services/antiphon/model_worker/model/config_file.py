@@ -14,6 +14,7 @@ from antiphon.kernels.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     RotaryScaling,
     RotarySpec,
     YarnScaling,
@@ -29,7 +30,7 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 """A fraction of a head."""
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 T = TypeVar("T")
 
 ACTIVATIONS: dict[str, ActivationKind] = {
@@ -243,14 +244,19 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def rotary(self, kind: str = "full_attention") -> RotarySpec:
         field, context_tokens = self.rope.of(kind), self.max_position_embeddings
-        rotated = int(self.head_size * (field.partial_rotary_factor or self.partial_rotary_factor))
+        part = field.partial_rotary_factor or self.partial_rotary_factor
+        base = field.rope_theta or self.rope_theta
+        if field.kind == "proportional":
+            scaling = ProportionalScaling(int(part * self.head_size // 2), field.factor or 1.0)
+            return RotarySpec(self.head_size, base, scaling)
+        rotated = int(self.head_size * part)
         trained = (
             field.original_max_position_embeddings
             or self.original_max_position_embeddings
             or context_tokens
         )
         scaling = field.scaling(rotated, context_tokens, trained)
-        return RotarySpec(rotated, field.rope_theta or self.rope_theta, scaling)
+        return RotarySpec(rotated, base, scaling)
 
 
 def activation_of(name: str, field: str) -> ActivationKind:

@@ -6,7 +6,7 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -32,9 +32,10 @@ from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.layers.norm import Norm, build_norm
 from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
+from antiphon.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput
 from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec, RecurrentMixer
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
-from antiphon.layers.weights import BuildContext, Module
+from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 from antiphon.model_worker.model.spec import (
     FeedForwardSpec,
     HeadSpec,
@@ -44,7 +45,7 @@ from antiphon.model_worker.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -75,6 +76,14 @@ class NotStackable(Exception):
     """These layers cannot be fused into one call; the message names the reason."""
 
 
+class Entering(NamedTuple):
+    """What enters the layers of a pass."""
+
+    stream: Tensor  # (T, hidden)
+    added: tuple[Splice, ...] = ()  # what is added behind each of the first layers
+    by_layer: Tensor | None = None  # (T, L, P) the layers' own inputs
+
+
 class Decoder(Module):
     """Layers between an embedding and the final norm with a head.
 
@@ -101,6 +110,7 @@ class Decoder(Module):
         specs = spec.layers[self._numbers.start : self._numbers.stop]
         self.layers = [DecoderLayer(*each) for each in zip(sites, specs, strict=True)]
         self.embedding = self._entry = self._norm = self._head = self._score = None
+        self._by_layer = None
         # Fused layers end in a norm; what it makes in a stage before the last one, nothing reads.
         self._unread = None if self._next is None else build_norm(spec.norm, "", spec.hidden, build)
         first, last = build.is_first_stage, build.is_last_stage
@@ -109,11 +119,16 @@ class Decoder(Module):
             table_method = method if spec.tied and last else LinearMethod.PLAIN
             self.embedding = _table(spec, spec.embedding.name, build, table_method)
             self._entry = EmbeddingTransform(spec, build)
+        if spec.per_layer_embedding is not None:
+            assert build.pp is None, "such a model has one stage"
+            self._by_layer = PerLayerEmbedding(
+                spec.per_layer_embedding, spec.hidden, len(spec.layers), build, method
+            )
         if last:
             self._build_head(build, method)
         head = None if self._head is self.embedding else self._head
         ends = (self._norm, head, self._score)
-        self.children = (self.embedding, self._entry, *self.layers, *ends)
+        self.children = (self.embedding, self._entry, self._by_layer, *self.layers, *ends)
 
     def _build_head(self, build: BuildContext, method: LinearMethod) -> None:
         spec = self._spec
@@ -161,22 +176,26 @@ class Decoder(Module):
 
     def enter(
         self, ctx: ForwardContext, tokens: Tensor, splices: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Splice, ...]]:
-        """The residual stream as it enters the first layer, and what is added behind each of some.
-
-        See `forward`; the stream is (T, hidden).
-        """
-        residual = self._receive(ctx, tokens)
-        if splices is None:
-            return residual, ()
-        places, rows = splices
-        first, *added = rows.to(residual.dtype).view(len(rows), -1, self._spec.hidden).unbind(1)
-        if self.embedding is not None:
-            residual = residual.index_copy(0, places, first)
-        return residual, tuple((places, part) for part in added)
+    ) -> Entering:
+        """What enters the first layer, and the next ones beside the stream: see `forward`."""
+        residual, media = self._receive(ctx, tokens), None
+        added: tuple[Splice, ...] = ()
+        if splices is not None:
+            media, rows = splices
+            parts = rows.to(residual.dtype).view(len(rows), -1, self._spec.hidden).unbind(1)
+            if self.embedding is not None:
+                residual = residual.index_copy(0, media, parts[0])
+            added = tuple((media, part) for part in parts[1:])
+        if self._by_layer is None:
+            return Entering(residual, added)
+        return Entering(residual, added, self._by_layer(ctx, tokens, residual, media))
 
     def run_layers(
-        self, ctx: ForwardContext, residual: Tensor, added: Sequence[Splice] = ()
+        self,
+        ctx: ForwardContext,
+        residual: Tensor,
+        added: Sequence[Splice] = (),
+        by_layer: Tensor | None = None,
     ) -> HiddenStates:
         """Run the layers on the stream (T, hidden), which is overwritten: see `enter`."""
         if ctx.fused is not None and not added:
@@ -189,7 +208,8 @@ class Decoder(Module):
             for index, layer in zip(self._numbers, self.layers, strict=True):
                 if index in ctx.aux_layers:
                     entering.append(residual.clone() if pending is None else residual + pending)
-                pending, residual = layer(ctx, pending, residual)
+                own = None if by_layer is None else by_layer[:, index]
+                pending, residual = layer(ctx, pending, residual, own)
                 if index < len(added):
                     residual = residual.index_add(0, *added[index])
             hidden, _ = _enter(ctx, self._norm, pending, residual)
@@ -308,16 +328,46 @@ class DecoderLayer(Module):
             for place, name in msgspec.structs.asdict(spec.norms).items()
             if name is not None
         }
-        self.children = (*self._norms.values(), self._mixer, self._cross, self._feed_forward)
+        self._input = None
+        if spec.per_layer_input is not None:
+            self._input = PerLayerInput(site, spec.per_layer_input)
+        blocks = (self._mixer, self._cross, self._feed_forward, self._input)
+        self.children = (*self._norms.values(), *blocks)
+        self._scalar, self._scalar_name = None, site.tensor_name(spec.scalar or "")
+        if spec.scalar is not None:
+            self._scalar = site.build.empty(1)
 
     def __call__(
-        self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
+        self,
+        ctx: ForwardContext,
+        pending: Tensor | None,
+        residual: Tensor,
+        own: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the layer. `pending` is a block output that is not yet added to the residual stream.
 
         The norm that reads it adds it, which saves a pass over memory for each block. A layer with
-        post-norms of the residual stream returns no pending output.
+        post-norms of the residual stream returns no pending output, nor does one that reads an
+        input of its `own`, (T, P), or multiplies the stream.
         """
+        pending, residual = self._run_blocks(ctx, pending, residual)
+        if self._input is None and self._scalar is None:
+            return pending, residual
+        if pending is not None:
+            residual = residual + pending
+        if self._input is not None:
+            assert own is not None, "a layer with an input of its own"
+            residual = residual + self._input(ctx, residual, own)
+        return None, residual if self._scalar is None else residual * self._scalar
+
+    def sources(self) -> Iterator[WeightSource]:
+        yield from super().sources()
+        if self._scalar is not None:
+            yield from replicated_source(self._scalar_name, self._scalar)
+
+    def _run_blocks(
+        self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
         norm = self._norms.get
         entered, residual = _enter(ctx, norm("before_mixer"), pending, residual)
         mixed = self._leave(ctx, norm("after_mixer"), ctx.mix(self._mixer, entered))
@@ -343,6 +393,8 @@ class DecoderLayer(Module):
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
         if self._cross is not None:
             raise NotStackable("the fused decoder has no cross attention")
+        if self._input is not None or self._scalar is not None:
+            raise NotStackable("the fused decoder has no per-layer inputs, and scales no stream")
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
         scales = 1.0, 1.0

@@ -287,8 +287,10 @@ def _storage(
     config: schemes.QuantizationConfig, spec: ModelSpec, name: str
 ) -> StorageLayout | None:
     head = isinstance(spec.head, HeadSpec) and name == spec.head.name
-    # The embedding table is never quantized.
-    if name == spec.embedding.name or (head and not config.head):
+    inputs = spec.per_layer_embedding
+    # Embedding tables are never quantized.
+    looked_up = {spec.embedding.name, *(() if inputs is None else (inputs.table,))}
+    if name in looked_up or (head and not config.head):
         return None
     scheme = config.scheme(name)
     return None if scheme is None else storage_of(scheme)

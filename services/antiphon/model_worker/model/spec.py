@@ -38,6 +38,7 @@ from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.parallel_mixers import BranchSpec, ParallelMixersSpec
+from antiphon.layers.per_layer_embedding import PerLayerEmbeddingSpec, PerLayerInputSpec
 from antiphon.layers.recurrent import GatedDeltaSpec, Mamba2Spec
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         parallel: Both blocks read the stream that enters the layer; without a norm of its own the
             feed-forward block reads what the mixer reads.
         multiplier: The output of each block is multiplied by this before it is added.
+        per_layer_input: What it adds to the stream behind its blocks, of its own input.
+        scalar: Name of a learned number by which the stream is multiplied behind all that; None:
+            there is none.
     """
 
     mixer: MixerSpec
@@ -108,6 +112,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     norms: Norms = PRE
     parallel: bool = False
     multiplier: float = 1.0
+    per_layer_input: PerLayerInputSpec | None = None
+    scalar: str | None = None
 
     @property
     def mixers(self) -> tuple[BranchSpec | LatentSpec, ...]:
@@ -191,6 +197,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         further_layers: Number of multi-token-prediction layers after the last that the checkpoint
             may contain; they are not loaded.
         draft_head: It is a draft head, whose only layer reads hidden states of another model.
+        per_layer_embedding: Makes the input that each layer has beside the stream; None: they have
+            none.
     """
 
     vocabulary: int
@@ -209,6 +217,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     passed_over: tuple[str, ...] = ()
     further_layers: int = 0
     draft_head: DraftHeadSpec | None = None
+    per_layer_embedding: PerLayerEmbeddingSpec | None = None
 
     @property
     def causal(self) -> bool:
@@ -238,12 +247,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers grouped by equal cache, full attention first, then narrow windows, then states.
 
-        The layers of a group share page tables: entry g here is `page_tables[g]` of a plan.
+        The layers of a group share page tables: entry g here is `page_tables[g]` of a plan. Layers
+        that attend to the keys and values of others cache nothing, and are in none.
         """
         layers_by_cache: dict[CacheSpec, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for mixer in layer.mixers:
-                layers_by_cache.setdefault(mixer.cache, []).append(index)
+                if not isinstance(mixer, AttentionSpec) or mixer.kv_layer is None:
+                    layers_by_cache.setdefault(mixer.cache, []).append(index)
         ordered = sorted(layers_by_cache, key=_group_order)
         return tuple((spec, tuple(layers_by_cache[spec])) for spec in ordered)
 

@@ -348,13 +348,16 @@ def _paged_attention(
     The kernels read no row that is bidirectional and has tokens in the cache, and few passes have
     images. All other tokens have the bits that they have in other passes.
     """
-    cache = caches[layer]
+    cache = caches[layer if params.kv_layer is None else params.kv_layer]
     rows = groups[cache.group]
     cos, sin = angles(params.rotary).by_token
     keys, values, scales = cache.keys, cache.values, cache.scales
-    q = ops.qk_norm_rope_store(
-        heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
-    )
+    if params.kv_layer is None:
+        q = ops.qk_norm_rope_store(
+            heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
+        )
+    else:
+        q = apply_rotary(heads, cos, sin)
     beside = params.scale, scales, params.softcap, params.sinks
     attended = ops.paged_attention(q, keys, values, rows, *beside)
     if images:

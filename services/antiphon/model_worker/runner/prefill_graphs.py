@@ -51,6 +51,9 @@ class PrefillGraphs:
     ) -> None:
         self._decoder, self._ops, self._contexts = model.own_decoder, ops, contexts
         self._build, self._hidden, self._stream = model.build, model.spec.hidden, stream
+        inputs = model.spec.per_layer_embedding
+        # Layers, and the size of the input that each has beside the stream.
+        self._inputs = (0, 0) if inputs is None else (len(model.spec.layers), inputs.size)
         self._graphs: dict[int, Graph] = {}  # by size, rising
         self._shared: dict[Hashable, Tensor] = {}  # what calls between pieces read and write
         self._replayed: tuple[ForwardContext, int] | None = None  # a pass, and its tokens
@@ -69,7 +72,7 @@ class PrefillGraphs:
             sizes = ()
         self._allocate(max(sizes, default=0))
         self._graphs = capture_each(sizes, self._capture, report)
-        kept = (self._entering, self._states.hidden, *self._shared.values())
+        kept = (self._entering, self._by_layer, self._states.hidden, *self._shared.values())
         size_bytes = sum(graph.size_bytes for graph in self._graphs.values())
         size_bytes += sum(each.nbytes for each in kept)
         return Captured(tuple(self._graphs), time.monotonic() - began, size_bytes)
@@ -86,13 +89,18 @@ class PrefillGraphs:
     ) -> tuple[ForwardContext, HiddenStates]:
         """`ForwardContexts.run_layers`. The next pass overwrites the hidden states."""
         ctx = self._contexts.of(plan, batch)
-        entering, _ = self._decoder.enter(ctx, token_ids, self._contexts.splices(plan))
+        entering = self._decoder.enter(ctx, token_ids, self._contexts.splices(plan))
         assert ctx.positions is not None, "those of a pass"
         tokens = len(token_ids)
         size = next(size for size in self._graphs if size >= tokens)
-        for fixed, values in ((self._entering, entering), (self._positions, ctx.positions)):
-            fixed[:tokens].copy_(values)
-            _pad(fixed[:size], tokens)
+        for fixed, values in (
+            (self._entering, entering.stream),
+            (self._by_layer, entering.by_layer),
+            (self._positions, ctx.positions),
+        ):
+            if values is not None:
+                fixed[:tokens].copy_(values)
+                _pad(fixed[:size], tokens)
         self._replayed = ctx, tokens
         self._graphs[size].replay()
         self._replayed = None
@@ -107,7 +115,8 @@ class PrefillGraphs:
         """What is captured: all layers, into the hidden states that all sizes share."""
         ctx = self._context(partial(self._leave_out, cut), self._positions[:size])
         # Layers may overwrite what enters them: it is copied there for each pass.
-        hidden, finite, _ = self._decoder.run_layers(ctx, self._entering[:size])
+        by_layer = self._by_layer[:size] if self._by_layer.numel() else None
+        hidden, finite, _ = self._decoder.run_layers(ctx, self._entering[:size], (), by_layer)
         assert finite is not None, "layers run one by one"
         assert self._states.finite is not None, "they were allocated"
         self._states.hidden[:size].copy_(hidden)
@@ -162,6 +171,7 @@ class PrefillGraphs:
         dtype, device = self._build.dtype, self._build.device
         self._shared = {}
         self._entering = torch.zeros((size, self._hidden), dtype=dtype, device=device)
+        self._by_layer = torch.zeros((size, *self._inputs), dtype=dtype, device=device)
         self._positions = torch.zeros(size, dtype=torch.int32, device=device)
         finite = torch.zeros(size, dtype=torch.bool, device=device)
         self._states = HiddenStates(torch.zeros_like(self._entering), finite)

@@ -1,15 +1,21 @@
-"""Gemma 1 to 3, and EmbeddingGemma."""
+"""Gemma 1 to 4, and EmbeddingGemma."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.kernels.rotary import RotarySpec
-from antiphon.model_card.config_json import Task, task_of
-from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.layers.attention import AttentionNames
+from antiphon.layers.norm import NormSpec
+from antiphon.layers.per_layer_embedding import PerLayerEmbeddingSpec, PerLayerInputSpec
+from antiphon.model_card.config_json import Task, task_of, unused_prefixes
+from antiphon.model_card.layer_heads import HeadFields, LayerHeads
+from antiphon.model_worker.model.config_file import RopeField
+from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.llama_parts import (
     attention,
     gated,
@@ -96,6 +102,121 @@ def declare_gemma3(config: ConfigFile) -> ModelSpec:
     return _sandwiched(config, windows, mixer)
 
 
+_GEMMA4_ROPE = RopeField(
+    full_attention=RopeField(
+        rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0
+    ),
+    sliding_attention=RopeField(rope_theta=10_000.0),
+)
+_HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class _Gemma4Fields(HeadFields, kw_only=True):
+    use_bidirectional_attention: str | None = None
+    hidden_size_per_layer_input: Count = 0
+    vocab_size_per_layer_input: Count = 0
+    pad_token_id: int = 0
+    use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+
+
+class _LayerFields(msgspec.Struct, frozen=True):
+    per_layer_config: dict[str, dict[str, object]] = {}
+
+
+def declare_gemma4(config: ConfigFile) -> ModelSpec:
+    """Gemma 4 (text): Gemma 3 with larger heads in global layers, and inputs for each layer."""
+    fields = config.family_fields(_Gemma4Fields)
+    _check_gemma4(config, fields)
+    heads, norm = fields.layers(), NormSpec(kind="rms_wide", eps=config.rms_norm_eps)
+    windows = msgspec.structs.replace(config, layer_types=fields.types()).windows()
+    own, inputs = fields.hidden_size_per_layer_input, None
+    if own:
+        inputs = PerLayerInputSpec(size=own, activation=config.activation, norm=norm)
+
+    def layer(kind: tuple[int | None, LayerHeads]) -> LayerSpec:
+        window, of_layer = kind
+        wide = fields.use_double_wide_mlp and of_layer.kv_layer is not None
+        return LayerSpec(
+            mixer=_gemma4_attention(config, window, of_layer, norm),
+            feed_forward=gated(config, width=config.width * (2 if wide else 1)),
+            norm=norm,
+            norms=SANDWICH,
+            per_layer_input=inputs,
+            scalar="layer_scalar",
+        )
+
+    shared = [index for index, each in enumerate(heads) if each.kv_layer is not None]
+    unread = (f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    unread = [f"model.layers.{index}.{name}" for name in unread for index in shared]
+    cap = config.family_fields(_Gemma2Fields).final_logit_softcapping
+    return model(
+        config,
+        layers(tuple(zip(windows, heads, strict=True)), layer),
+        embedding=_scaled(config),
+        head=HeadSpec(tied=config.tie_word_embeddings, softcap=cap),
+        passed_over=(*unused_prefixes(config.architectures[0]), *unread),
+        per_layer_embedding=None if inputs is None else _per_layer_embedding(fields, norm),
+    )
+
+
+def _check_gemma4(config: ConfigFile, fields: _Gemma4Fields) -> None:
+    if fields.enable_moe_block:
+        raise UnsupportedVariant("config.json: enable_moe_block: experts are not supported here")
+    if (both_ways := fields.use_bidirectional_attention) not in (None, "vision"):
+        raise ModelLoadError(
+            f"config.json: use_bidirectional_attention = {both_ways!r} is not supported: texts are"
+            " read from left to right"
+        )
+    for layer, said in config.family_fields(_LayerFields).per_layer_config.items():
+        if others := sorted(said.keys() - _HEAD_FIELDS):
+            raise ModelLoadError(
+                f"config.json: per_layer_config: {layer}: {', '.join(others)}: not supported"
+            )
+    if not fields.hidden_size_per_layer_input:
+        return
+    rows = fields.vocab_size_per_layer_input
+    if rows < config.vocab_size or not 0 <= fields.pad_token_id < rows:
+        raise ModelLoadError(
+            f"config.json: vocab_size_per_layer_input = {rows}: must be at least vocab_size ="
+            f" {config.vocab_size}, and above pad_token_id = {fields.pad_token_id}"
+        )
+
+
+def _gemma4_attention(
+    config: ConfigFile, window: int | None, heads: LayerHeads, norm: NormSpec
+) -> AttentionSpec:
+    """Attention without a scale; its keys and values are maybe those of another layer."""
+    own = msgspec.structs.replace(
+        config,
+        head_dim=heads.head_size,
+        num_key_value_heads=heads.kv_heads,
+        rope_parameters=config.rope_parameters or _GEMMA4_ROPE,
+    )
+    own.check()
+    names, shared = AttentionNames(), heads.kv_layer is not None
+    return attention(
+        own,
+        window=window,
+        bias=config.attention_bias,
+        scale=1.0,
+        qk_norm=norm,
+        value_norm=None if shared else replace(norm, affine=False),
+        kv_layer=heads.kv_layer,
+        names=replace(names, value=names.key) if heads.values_are_keys else names,
+    )
+
+
+def _per_layer_embedding(fields: _Gemma4Fields, norm: NormSpec) -> PerLayerEmbeddingSpec:
+    return PerLayerEmbeddingSpec(
+        size=fields.hidden_size_per_layer_input,
+        vocabulary=fields.vocab_size_per_layer_input,
+        media_token=fields.pad_token_id,
+        norm=norm,
+    )
+
+
 def _attention(config: ConfigFile, window: int | None, **changes: object) -> AttentionSpec:
     """Attention with the scale and the soft cap of Gemma 2 and later."""
     caps = config.family_fields(_Gemma2Fields)
@@ -142,3 +263,4 @@ def _sandwiched(
 GEMMA = ModelFamily("gemma", declare_gemma)
 GEMMA2 = ModelFamily("gemma2", declare_gemma2)
 GEMMA3 = ModelFamily("gemma3", declare_gemma3)
+GEMMA4 = ModelFamily("gemma4", declare_gemma4)
