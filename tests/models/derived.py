@@ -216,6 +216,9 @@ def _norms(part: LayerSpec) -> Found:
         yield feature, _norms_without(norms, "after")
     if stream is not None:
         yield "post-norms", _norms_without(norms, "with")
+    if norms.after_first is not None:
+        both = msgspec.structs.replace(norms, after_first=None, after_second=None)
+        yield "norms of two feed-forward blocks", both
 
 
 def _norms_without(norms: Norms, where: str) -> Norms:
@@ -333,6 +336,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     LayerSpec: {
         "norms": _norms,
         "feed_forward": _nothing,
+        "second": _off("second", "experts beside a block", None),
         "cross": _off("cross", "cross attention", None),
         "parallel": _off("parallel", "parallel blocks", plain=False),
         "multiplier": _off("multiplier", "residual multiplier", 1.0),
@@ -386,6 +390,10 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     MoeSpec: {
         "router_bias": _off("router_bias", "router bias", plain=False),
         "correction": _off("correction", "correction", None),
+        "router_norm": _off("router_norm", "norm of the router", None),
+        "router_scale": _off("router_scale", "scaled router", None),
+        "expert_scale": _off("expert_scale", "scaled experts", None),
+        "experts_norm": _off("experts_norm", "norm of the experts", None),
         "shared": _off("shared", "shared expert", None),
         "shared_gate": _shared_gate,
     },
@@ -434,7 +442,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
         PerLayerInputSpec: "size gate projection norm_name",
-        MoeSpec: "router",
+        MoeSpec: "router router_factor experts_norm_name",
         RoutingSpec: "top_k",
         ExpertsSpec: "count width names",
         ClampedSwish: "",

@@ -273,13 +273,17 @@ ROWS = (
         limit=UNSCALED_LIMIT,
     ),
     Row(
-        "gemma4 with values that are keys",
+        "gemma4 with experts and values that are keys",
         transformers.Gemma4ForCausalLM,
         {
             **GEMMA4,
             "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
         },
         sizes=FOUR_LAYERS,
         limit=UNSCALED_LIMIT,

@@ -140,6 +140,7 @@ def opened(
         decoder = Decoder(spec, model.build, LinearMethod(linear))
         checkpoint = Checkpoint.open(saved.folder)
         checkpoint.add_prefix(spec.prefix)
+        checkpoint.unstack_experts(source.name for source in decoder.sources())
         checkpoint.load(decoder.sources())
         decoder.pack()
         model = LoadedModel(spec, decoder, model.build)

@@ -131,6 +131,11 @@ def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: s
         ("llama4", {"no_rope_layers": [1, 0]}, r"config\.json: "),
         ("llama4", {"num_experts_per_tok": 7}, r"config\.json: "),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        (
+            "gemma4 with experts and values that are keys",
+            {"top_k_experts": 5},
+            "no 5 of 4 experts",
+        ),
         ("gemma4", {"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6: no layer before them"),
         ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1: no layer before"),
         ("gemma4", {"vocab_size_per_layer_input": 100}, "= 100: must be at least vocab_size = 128"),

@@ -31,7 +31,7 @@ from antiphon.layers.quantization.storage import (
     slice_weight,
 )
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
-from antiphon.layers.weights import Module, WeightSource, void
+from antiphon.layers.weights import Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.norm import NormSpec
     from antiphon.layers.weights import BuildContext
 
     Take = Callable[["_Expert", LoadedWeight], None]
@@ -58,6 +59,14 @@ class MoeSpec:
     router_bias: bool = False  # whether it has a bias
     # Name of the bias that affects only the selection; None without one.
     correction: str | None = None
+    router_norm: NormSpec | None = None  # of what the router reads, without weights
+    # Name of factors of what it reads, one for each element, and a factor of all; None without.
+    router_scale: str | None = None
+    router_factor: float = 1.0
+    # Name of factors of the weights of the selected experts, one for each expert; None without.
+    expert_scale: str | None = None
+    experts_norm: NormSpec | None = None  # of what the experts read; None: what the router reads
+    experts_norm_name: str = ""
     # The shared expert, which processes every token; None without one.
     shared: GatedMlpSpec | None = None
     # Name of the linear whose sigmoid scales the shared expert's output; None: no scaling.
@@ -76,15 +85,32 @@ class Router(Module):
         shape = LinearShape(site.hidden, spec.experts.count, spec.router_bias)
         self._weights = site.method.exact().create(shape, torch.float32, device)
         self.kernels = Router.kernels | kernels_of(self._weights)
-        self._correction = self._correction_name = None
-        if spec.correction is not None:
-            self._correction = torch.empty(spec.experts.count, dtype=torch.float32, device=device)
-            self._correction_name = site.tensor_name(spec.correction)
+        self._norm = None
+        if spec.router_norm is not None:
+            assert not spec.router_norm.affine, "its factors have a name of their own"
+            self._norm = site.norm(spec.router_norm, "", site.hidden)
+        self.children = (self._norm,)
+        # In float32, by name in the checkpoint.
+        self._vectors: dict[str, Tensor] = {}
+        self._correction = self._vector(site, spec.correction, spec.experts.count)
+        self._scale = self._vector(site, spec.router_scale, site.hidden)
+        self._expert_scale = self._vector(site, spec.expert_scale, spec.experts.count)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """Route: x (T, D)  ->  experts (T, K) int64 and their weights (T, K) float32."""
-        logits = multiply(ctx, self._weights, x.float())
-        return ctx.ops.route(logits, self._correction, self._spec.routing)
+        read = (x if self._norm is None else self._norm(ctx, x)).float()
+        if self._scale is not None:
+            read = read * self._scale * self._spec.router_factor
+        logits = multiply(ctx, self._weights, read)
+        experts, shares = ctx.ops.route(logits, self._correction, self._spec.routing)
+        if self._expert_scale is not None:
+            shares = shares * self._expert_scale[experts]
+        return experts, shares
+
+    @property
+    def plain(self) -> bool:
+        """Whether it reads what the experts read, and weighs them by its scores alone."""
+        return self._norm is None and self._scale is None and self._expert_scale is None
 
     @property
     def packed(self) -> CompiledLinear | None:
@@ -98,9 +124,14 @@ class Router(Module):
         yield self._source("weight", self._size)
         if self._spec.router_bias:
             yield self._source("bias", self._size[:1])
-        if self._correction_name is not None and self._correction is not None:
-            name, kept = self._correction_name, self._correction
-            yield WeightSource(name, self._size[:1], lambda tensor: void(kept.copy_(tensor)))
+        for name, kept in self._vectors.items():
+            yield from replicated_source(name, kept)
+
+    def _vector(self, site: LayerBuildContext, name: str | None, size: int) -> Tensor | None:
+        if name is None:
+            return None
+        kept = torch.empty(size, dtype=torch.float32, device=site.build.device)
+        return self._vectors.setdefault(site.tensor_name(name), kept)
 
     def _source(self, field: str, size: tuple[int, ...]) -> WeightSource:
         return WeightSource(
@@ -117,13 +148,16 @@ class MixtureOfExperts(Sublayer):
         self._spec = spec
         self._router = Router(site, spec)
         self._experts = Experts(site, spec.experts)
+        self._norm = None
+        if spec.experts_norm is not None:
+            self._norm = site.norm(spec.experts_norm, spec.experts_norm_name, site.hidden)
         self._shared = None if spec.shared is None else GatedMlp(site, spec.shared)
         self._gate = None
         if spec.shared_gate is not None:
             self._gate = site.replicated(
                 spec.shared_gate, 1, bias=False, method=site.method.exact()
             )
-        self.children = (self._router, self._experts, self._shared, self._gate)
+        self.children = (self._router, self._norm, self._experts, self._shared, self._gate)
         # Ranks sum what their parts of the experts made; the shared expert does that by itself.
         self._whole = site.build.tp.ranks == 1 and (
             self._shared is None or (self._shared.unscaled and self._shared.activation == "silu")
@@ -137,7 +171,8 @@ class MixtureOfExperts(Sublayer):
             made = self._compiled.forward(ctx.experts.dispatch(x))
         else:
             tokens = ctx.experts.dispatch(x)
-            made = self._experts(ctx, tokens, *self._router(ctx, tokens))
+            read = tokens if self._norm is None else self._norm(ctx, tokens)
+            made = self._experts(ctx, read, *self._router(ctx, tokens))
         routed = ctx.experts.combine(made)
         if self._shared is None:
             return routed
@@ -160,7 +195,7 @@ class MixtureOfExperts(Sublayer):
     def _compile(self) -> CompiledExperts | None:
         """The experts as one call, with the shared one if that is `whole`."""
         router, experts = self._router.packed, self._experts.packed
-        if router is None or experts is None:
+        if router is None or experts is None or not self._router.plain or self._norm is not None:
             return None
         shared = gate = None
         if self._whole and self._shared is not None:

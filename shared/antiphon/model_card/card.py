@@ -321,6 +321,8 @@ class _CardFields(HeadFields, kw_only=True):
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
     use_double_wide_mlp: bool = False
+    enable_moe_block: bool = True
+    """Whether models of families with and without experts have some."""
     num_labels: int | None = None
     id2label: dict[str, object] | None = None
     num_experts: int | None = None
@@ -434,7 +436,7 @@ def _attention_parameters(config: _CardFields) -> int:
 
 
 def _experts(config: _CardFields) -> ExpertsCard | None:
-    if not config.num_experts:
+    if not (config.num_experts and config.enable_moe_block):
         return None
     sparse = [
         layer
@@ -445,12 +447,13 @@ def _experts(config: _CardFields) -> ExpertsCard | None:
     ]
     width = config.moe_intermediate_size or _width(config)
     shared = config.shared_expert_intermediate_size
+    beside = _width(config) if config.differs else config.n_shared_experts * width
     return ExpertsCard(
         layers=len(sparse if config.moe_layers is None else config.moe_layers),
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
         width=width,
-        shared_width=shared or config.n_shared_experts * width,
+        shared_width=shared or beside,
         shared_gated=shared is not None,
     )
 

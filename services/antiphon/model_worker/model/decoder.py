@@ -323,6 +323,7 @@ class DecoderLayer(Module):
         self._feed_forward = None
         if spec.feed_forward is not None:
             self._feed_forward = build_sublayer(site, spec.feed_forward)
+        self._second = None if spec.second is None else build_sublayer(site, spec.second)
         self._norms: dict[str, Norm] = {
             place: site.norm(spec.norm, name, site.hidden)
             for place, name in msgspec.structs.asdict(spec.norms).items()
@@ -331,7 +332,7 @@ class DecoderLayer(Module):
         self._input = None
         if spec.per_layer_input is not None:
             self._input = PerLayerInput(site, spec.per_layer_input)
-        blocks = (self._mixer, self._cross, self._feed_forward, self._input)
+        blocks = (self._mixer, self._cross, self._feed_forward, self._second, self._input)
         self.children = (*self._norms.values(), *blocks)
         self._scalar, self._scalar_name = None, site.tensor_name(spec.scalar or "")
         if spec.scalar is not None:
@@ -384,7 +385,11 @@ class DecoderLayer(Module):
             assert mixed is not None, "parallel blocks are added to the stream together"
             return mixed + self._leave(ctx, norm("after_feed_forward"), beside), residual
         entered, residual = _enter(ctx, norm("before_feed_forward"), mixed, residual)
-        transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
+        transformed = self._feed_forward(ctx, entered)
+        if self._second is not None:
+            second = _normed(ctx, norm("after_second"), self._second(ctx, residual))
+            transformed = _normed(ctx, norm("after_first"), transformed) + second
+        transformed = self._leave(ctx, norm("after_feed_forward"), transformed)
         return _join(ctx, norm("with_feed_forward"), transformed, residual)
 
     def stacked(
@@ -393,6 +398,8 @@ class DecoderLayer(Module):
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
         if self._cross is not None:
             raise NotStackable("the fused decoder has no cross attention")
+        if self._second is not None:
+            raise NotStackable("the fused decoder has no second feed-forward block")
         if self._input is not None or self._scalar is not None:
             raise NotStackable("the fused decoder has no per-layer inputs, and scales no stream")
         gate_up = down = experts = None
@@ -441,8 +448,7 @@ class DecoderLayer(Module):
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """The output of a block as it is added to the stream: normalised and multiplied."""
-        if norm is not None:
-            x = norm(ctx, x)
+        x = _normed(ctx, norm, x)
         return x if self._multiplier == 1.0 else x * self._multiplier
 
 
@@ -519,6 +525,10 @@ def _mixers(
             case _:
                 raise NotStackable(f"the fused decoder has no {type(block).__name__}")
     return attention, attention_scales, recurrence
+
+
+def _normed(ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(ctx, x)
 
 
 def _enter(

@@ -62,6 +62,8 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         after_mixer, after_feed_forward: Of the block's output, before it is added to the stream.
         with_mixer, with_feed_forward: Of the stream, after the block's output was added.
+        after_first, after_second: Of the outputs of two feed-forward blocks, before they are added
+            to each other.
         before_cross: Before cross attention.
     """
 
@@ -72,6 +74,8 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
     after_feed_forward: str | None = None
     with_mixer: str | None = None
     with_feed_forward: str | None = None
+    after_first: str | None = None
+    after_second: str | None = None
 
 
 PRE = Norms(before_mixer="input_layernorm", before_feed_forward="post_attention_layernorm")
@@ -95,6 +99,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cross: Attention to another sequence, between the mixer and the feed-forward block.
         feed_forward: None: the layer has a mixer only.
+        second: A second feed-forward block, which reads the stream itself, and whose output is
+            added to that of the first.
         norm: The kind of all its norms.
         norms: Which norms it has.
         parallel: Both blocks read the stream that enters the layer; without a norm of its own the
@@ -107,6 +113,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec | None
+    second: FeedForwardSpec | None = None
     cross: CrossAttentionSpec | None = None
     norm: NormSpec
     norms: Norms = PRE
@@ -227,7 +234,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.feed_forward, MoeSpec) for layer in self.layers)
+        blocks = (block for layer in self.layers for block in (layer.feed_forward, layer.second))
+        return any(isinstance(block, MoeSpec) for block in blocks)
 
     @property
     def position_axes(self) -> bool:

@@ -10,13 +10,15 @@ from msgspec import Meta
 
 from antiphon.kernels.rotary import RotarySpec
 from antiphon.layers.attention import AttentionNames
+from antiphon.layers.moe import MoeSpec, SeparateExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.per_layer_embedding import PerLayerEmbeddingSpec, PerLayerInputSpec
 from antiphon.model_card.config_json import Task, task_of, unused_prefixes
 from antiphon.model_card.layer_heads import HeadFields, LayerHeads
 from antiphon.model_worker.model.config_file import RopeField
-from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
+    ExpertFields,
     attention,
     gated,
     layers,
@@ -121,6 +123,21 @@ class _Gemma4Fields(HeadFields, kw_only=True):
     enable_moe_block: bool = False
 
 
+class _Gemma4ExpertFields(ExpertFields, frozen=True, kw_only=True):
+    moe_intermediate_size: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+_EXPERTS = SeparateExperts(
+    gate="experts.{}.gate_proj", up="experts.{}.up_proj", down="experts.{}.down_proj"
+)
+_WITH_EXPERTS = msgspec.structs.replace(
+    SANDWICH,
+    after_first="post_feedforward_layernorm_1",
+    after_second="post_feedforward_layernorm_2",
+)
+"""Norms around a dense block and experts, and of the sum of what both make."""
+
+
 class _LayerFields(msgspec.Struct, frozen=True):
     per_layer_config: dict[str, dict[str, object]] = {}
 
@@ -134,6 +151,7 @@ def declare_gemma4(config: ConfigFile) -> ModelSpec:
     own, inputs = fields.hidden_size_per_layer_input, None
     if own:
         inputs = PerLayerInputSpec(size=own, activation=config.activation, norm=norm)
+    experts = _gemma4_experts(config, norm) if fields.enable_moe_block else None
 
     def layer(kind: tuple[int | None, LayerHeads]) -> LayerSpec:
         window, of_layer = kind
@@ -141,8 +159,9 @@ def declare_gemma4(config: ConfigFile) -> ModelSpec:
         return LayerSpec(
             mixer=_gemma4_attention(config, window, of_layer, norm),
             feed_forward=gated(config, width=config.width * (2 if wide else 1)),
+            second=experts,
             norm=norm,
-            norms=SANDWICH,
+            norms=SANDWICH if experts is None else _WITH_EXPERTS,
             per_layer_input=inputs,
             scalar="layer_scalar",
         )
@@ -162,8 +181,6 @@ def declare_gemma4(config: ConfigFile) -> ModelSpec:
 
 
 def _check_gemma4(config: ConfigFile, fields: _Gemma4Fields) -> None:
-    if fields.enable_moe_block:
-        raise UnsupportedVariant("config.json: enable_moe_block: experts are not supported here")
     if (both_ways := fields.use_bidirectional_attention) not in (None, "vision"):
         raise ModelLoadError(
             f"config.json: use_bidirectional_attention = {both_ways!r} is not supported: texts are"
@@ -205,6 +222,22 @@ def _gemma4_attention(
         value_norm=None if shared else replace(norm, affine=False),
         kv_layer=heads.kv_layer,
         names=replace(names, value=names.key) if heads.values_are_keys else names,
+    )
+
+
+def _gemma4_experts(config: ConfigFile, norm: NormSpec) -> MoeSpec:
+    """Experts beside the dense block, whose router normalises what it reads by itself."""
+    fields = config.family_fields(_Gemma4ExpertFields)
+    return MoeSpec(
+        routing=fields.routing(renormalised=True),
+        experts=fields.experts(config, fields.moe_intermediate_size, names=_EXPERTS),
+        router="router.proj",
+        router_norm=replace(norm, affine=False),
+        router_scale="router.scale",
+        router_factor=config.hidden_size**-0.5,
+        expert_scale="router.per_expert_scale",
+        experts_norm=norm,
+        experts_norm_name="pre_feedforward_layernorm_2",
     )
 
 
