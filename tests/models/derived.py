@@ -432,7 +432,8 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         LayerSpec: "norms",
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
-        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs kv_layer",
+        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs kv_layer"
+        " image_ahead",
         CrossAttentionSpec: "heads head_size scale source_tokens query key value out",
         LatentSpec: "sizes query_latent rotary",
         ParallelMixersSpec: "",

@@ -100,13 +100,6 @@ def with_axes(
 
 ROWS = (
     seeing("gemma3", transformers.Gemma3ForConditionalGeneration, image_size=56),
-    seeing(
-        "gemma4",
-        transformers.Gemma4ForConditionalGeneration,
-        head_dim=16,
-        num_key_value_heads=2,
-        position_embedding_size=4,
-    ),
     *(
         seeing(
             text,
@@ -222,3 +215,14 @@ ROWS = (
         "mistral", transformers.Mistral3ForConditionalGeneration, model_type="pixtral", head_dim=16
     ),
 )
+
+AREAS = (
+    seeing(
+        "gemma4",
+        transformers.Gemma4ForConditionalGeneration,
+        head_dim=16,
+        num_key_value_heads=2,
+        position_embedding_size=4,
+    ),
+)
+"""`test_area_images` compares prompts with images and without; features are those of the text."""

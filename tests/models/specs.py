@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 ROWS = families.ROWS + families_moe.ROWS + families_seeing.ROWS
 """Of the families that generate text."""
-EVERY = ROWS + families_judges.ROWS + families_judges.TWO_TOWERS + families_transcribing.ROWS
+EVERY = (
+    *(ROWS + families_seeing.AREAS + families_judges.ROWS + families_judges.TWO_TOWERS),
+    *families_transcribing.ROWS,
+)
 BY_NAME = {row.name: row for row in EVERY}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.gemma_vision import write_gemma_vision
+from tests.support.gemma_vision import write_gemma4, write_gemma_vision
 from tests.support.internvl import write_internvl
 from tests.support.llama4 import write_llama4
 from tests.support.llava import TEXT, picture, write_llava
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "llava": write_llava,
     "gemma3": write_gemma_vision,
+    "gemma4": write_gemma4,
     "smolvlm": write_smolvlm,
     "internvl": write_internvl,
     "llava-next": write_llava_next,

@@ -79,7 +79,6 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
 
 APART = {
     "gemma4": "the fused decoder has no per-layer inputs",
-    "gemma4 that sees": "the fused decoder has no per-layer inputs",
     "gemma4 with experts and values that are keys": "the fused decoder has no second feed-forward",
 }
 """Rows that run layer by layer, and why."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
-    *("visual_projection.", "projector.", "mlp_AR."),
+    *("visual_projection.", "projector.", "mlp_AR.", "embed_vision."),
 )
 """Names of what encoders read, or where they begin."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from openai import AsyncOpenAI
-from tests.support.gemma_vision import write_gemma_vision
+from tests.support.gemma_vision import area_patches, write_gemma4, write_gemma_vision
 from tests.support.internvl import write_internvl
 from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
@@ -75,6 +75,16 @@ def rows(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
 
 def spans(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": torch.cat([*images]), "token_type_ids": placeholders.long()}
+
+
+def areas(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    return {**area_patches(images), "mm_token_type_ids": placeholders.int()}
+
+
+def causal_areas(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    """Images whose tokens are causal."""
+    del placeholders
+    return area_patches(images)
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,17 @@ FAMILIES = {
         ("--batching-chunk-tokens", "24"),
         mutant=frames,
     ),
+    "gemma4": Family(
+        write_gemma4,
+        transformers.Gemma4ForConditionalGeneration,
+        areas,
+        ("--batching-chunk-tokens", "80"),
+        mutant=causal_areas,
+    ),
 }
-LONG = ("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl")
+LONG = (
+    *("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl", "gemma4"),
+)
 """Those whose tiles and rows other tests compare, below the services that are the same for all.
 
 Qwen3-VL sees videos through the services, too."""

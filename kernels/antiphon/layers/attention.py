@@ -78,6 +78,9 @@ class AttentionSpec:
     # The layer before it whose keys and values it attends to, and whose cache is as its own would
     # be; None: it has its own.
     kv_layer: int | None = None
+    # Whether tokens of an image attend to each other in both directions, in models in which they
+    # do somewhere.
+    image_ahead: bool = True
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     # Whether each query head has an attention sink: a learned score without a value.
     sinks: bool = False
@@ -137,6 +140,7 @@ class Attention(Sublayer):
             sinks=build.empty(query_heads) if spec.sinks else None,
             kv_heads=0 if spec.kv_layer is not None else max(1, spec.kv_heads // build.tp.ranks),
             kv_layer=spec.kv_layer,
+            image_ahead=spec.image_ahead,
             window=spec.window,
         )
         """The attention parameters, independent of the forward pass."""

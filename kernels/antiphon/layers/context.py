@@ -34,6 +34,9 @@ class AttentionParams:
     kv_heads: int = 0  # H on this rank; 0 without keys and values of its own
     # The layer whose keys and values it attends to, which has run before; None: it has its own.
     kv_layer: int | None = None
+    # Whether tokens of an image attend to each other in both directions, in models in which they
+    # do somewhere.
+    image_ahead: bool = True
     # A query attends to itself and the window - 1 tokens before it, and to as many after it if
     # bidirectional; None: to all. A KV cache takes it from its cache group instead.
     window: int | None = None

@@ -1,4 +1,4 @@
-"""The vision transformers of models from Qwen2-VL to PaddleOCR-VL, for media of any shape.
+"""The vision transformers of models from Qwen2-VL to Gemma 4, for media of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
@@ -40,9 +40,11 @@ class GridNames(msgspec.Struct, frozen=True, kw_only=True):
     norm1: str = "norm1"
     qkv: tuple[str, ...] = ("attn.qkv",)
     out: str = "attn.proj"
+    after1: str = ""
     norm2: str = "norm2"
     up: tuple[str, ...] = ("mlp.fc1",)
     down: str = "mlp.fc2"
+    after2: str = ""
     norm_after: str = "ln_q"
     first: str = "mlp.0"
     second: str = "mlp.2"
@@ -58,6 +60,22 @@ class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     eps: float | None
     bias: bool
+
+
+class AreaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What Gemma 4's tower has of its own.
+
+    Attributes:
+        head: Size of a head, whatever the width.
+        places: Learned positions of an axis.
+        clipped: Whether linears have bounds.
+        standardized: Whether the rows are, before they are projected.
+    """
+
+    head: int
+    places: int
+    clipped: bool
+    standardized: bool
 
 
 class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +99,8 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         projector: Of Mistral's models, what is behind the tower instead of a merger.
         gated_merger: Width of GLM-4V's merger, which has a gate; 0: another one.
         second_eps: Of PaddleOCR-VL, that of a second norm before the merger, which is a projector.
+        area: What Gemma 4's tower has of its own: norms behind blocks, of heads and of values,
+            learned positions of rows and of columns, and pixels from -1 to 1.
     """
 
     width: int
@@ -107,6 +127,12 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     projector: ProjectorSpec | None = None
     gated_merger: int = 0
     second_eps: float | None = None
+    area: AreaSpec | None = None
+
+    @property
+    def head(self) -> int:
+        """Size of a head."""
+        return self.width // self.heads if self.area is None else self.area.head
 
     @property
     def rows_width(self) -> int:
@@ -148,12 +174,34 @@ class MergerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolWeights:
+    """What makes a token of the mean of its patches, grown by the root of C.
+
+    `shift` and `factor` (C,) standardize it, if there are any; then it is normalised, without
+    weights, and projected.
+    """
+
+    shift: Tensor | None
+    factor: Tensor | None
+    eps: float
+    projection: Linear
+
+    def __call__(self, squares: Tensor) -> Tensor:
+        """The tokens of squares of patches: (T, merge * merge, C)  ->  (T, hidden)."""
+        width = squares.shape[-1]
+        rows = squares.mean(dim=1) * width**0.5
+        if self.shift is not None and self.factor is not None:
+            rows = (rows - self.shift) * self.factor
+        return self.projection(F.rms_norm(rows, (width,), None, self.eps))
+
+
+@dataclass(frozen=True, slots=True)
 class GridTowerWeights:
     """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames.
 
     `frames` (C, frames * 3 * patch * patch) is for videos, whose frames lie behind each other in a
-    patch, if the tower takes any. `positions` are (side * side, C); `tapped` the mergers of layers,
-    in their order.
+    patch, if the tower takes any. `positions` are (side * side, C), or of columns and of rows,
+    (2, places, C); `tapped` the mergers of layers, in their order.
     """
 
     patch: Linear
@@ -161,7 +209,7 @@ class GridTowerWeights:
     positions: Tensor | None
     norm_before: GridNorm | None
     layers: tuple[TowerLayer, ...]
-    merger: MergerWeights
+    merger: MergerWeights | PoolWeights
     tapped: tuple[MergerWeights, ...]
 
 
@@ -181,6 +229,7 @@ class GridTower:
             eps=spec.eps,
             divisions=[int(spec.windows_of(number)) for number in range(spec.layers)],
             taps=spec.taps,
+            head=None if spec.area is None else spec.area.head,
         )
 
     @torch.inference_mode()
@@ -197,21 +246,29 @@ class GridTower:
         if weights.norm_before is not None:
             x = weights.norm_before(x)
         if weights.positions is not None:
-            if spec.sampled is None:
+            if spec.area is not None:
+                row, column = self._places(rows, columns, order)
+                learned = weights.positions[0, column] + weights.positions[1, row]
+            elif spec.sampled is None:
                 learned = self._learned(weights.positions, rows, columns, order)
             else:
                 learned = self._sampled(weights.positions, rows, columns, order, spec.sampled)
             x = x + learned
         parts = [len(window) * spec.merge**2 for window in windows]
         streams = self._layers(x, ([len(x)], parts), self._angles(rows, columns, order))
-        squares = _normed(streams.last, weights.merger).view(len(order), -1, spec.width)
-        made = [_merged(squares, weights.merger)]
+        squares = streams.last.view(len(order), -1, spec.width)
+        if isinstance(weights.merger, PoolWeights):
+            made = [weights.merger(squares)]
+        else:
+            made = [_merged(_normed(squares, weights.merger), weights.merger)]
         for stream, merger in zip(streams.tapped, weights.tapped, strict=True):
             made.append(_merged(_normed(stream.view(len(order), -1), merger), merger))
         return torch.cat(made, dim=-1)[torch.argsort(order)][None]
 
     def _embedded(self, pixels: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
         """Embed patches, in that order of their tokens: (F, 3, height, width)  ->  (P, C)."""
+        if self.spec.area is not None:
+            pixels = 2 * (pixels - 0.5)
         cut = [self._patches(frame, rows, columns)[order].flatten(0, 1) for frame in pixels]
         linear = self._weights.patch if len(cut) == 1 else self._weights.frames
         assert linear is not None, "a tower that takes videos"
@@ -224,14 +281,18 @@ class GridTower:
         return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, merge * merge, -1)
 
     def _angles(self, rows: int, columns: int, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row."""
+        """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row.
+
+        Gemma 4's are (P, 1, 2, D / 2): half of a head is turned by column, and half by row.
+        """
         spec = self.spec
-        size = spec.width // spec.heads // 2
+        size = spec.head // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32)
         of_columns = exponents + 1 if spec.alternating else exponents
         frequencies = 1.0 / spec.base ** (torch.stack((exponents, of_columns)) / size)
         places = self._places(rows, columns, order).float()
-        angle = (places[..., None] * frequencies[:, None]).permute(1, 0, 2).flatten(1)  # (P, D / 2)
+        angle = (places[..., None] * frequencies[:, None]).permute(1, 0, 2)  # (P, 2, D / 4)
+        angle = angle.flatten(1) if spec.area is None else angle.flip(1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 

@@ -13,22 +13,27 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.grid_tower import (
+    AreaSpec,
     GridNames,
     GridNorm,
     GridTowerSpec,
     GridTowerWeights,
     MergerWeights,
+    PoolWeights,
     ProjectorSpec,
 )
-from antiphon.encoder.linear import Affine, Linear
+from antiphon.encoder.linear import Affine, ClippedLinear, Linear
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer
+from antiphon.model_card.area_images import GEMMA4
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
 from antiphon.model_card.vision import MISTRAL3
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
 
 Size = Annotated[int, Meta(ge=1)]
 PROJECTOR = "multi_modal_projector."
@@ -309,6 +314,85 @@ class _OcrConfig(_OcrText):
         )
 
 
+class _AxialRope(msgspec.Struct):
+    rope_theta: float = 100.0
+    rope_type: Literal["axial"] = "axial"
+
+
+class _Gemma4Tower(msgspec.Struct):
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 16
+    num_attention_heads: Size = 12
+    num_key_value_heads: Size = 12
+    head_dim: Size = 64
+    hidden_activation: VisionActivation = VisionActivation.GELU_TANH
+    rms_norm_eps: float = 1e-6
+    rope_parameters: _AxialRope | None = None
+    pooling_kernel_size: Size = 3
+    patch_size: Size = 16
+    position_embedding_size: Size = 10 * 1024
+    use_clipped_linears: bool = False
+    standardize: bool = False
+
+
+class _Gemma4Text(msgspec.Struct):
+    hidden_size: Size = 2304
+
+
+class _Gemma4Config(msgspec.Struct):
+    vision_config: _Gemma4Tower
+    text_config: _Gemma4Text = msgspec.field(default_factory=_Gemma4Text)
+
+    def spec(self, file: Path) -> GridTowerSpec:
+        tower = self.vision_config
+        if tower.num_key_value_heads != tower.num_attention_heads:
+            raise ConfigError(
+                f"{file}: vision_config: num_key_value_heads = {tower.num_key_value_heads}: must "
+                f"be num_attention_heads = {tower.num_attention_heads}"
+            )
+        if tower.head_dim % 4:
+            raise ConfigError(
+                f"{file}: vision_config: head_dim = {tower.head_dim}: must be a multiple of four"
+            )
+        # Without bounds, linears have the same names.
+        part = "" if tower.use_clipped_linears else ".linear"
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=self.text_config.hidden_size,
+            layers=tower.num_hidden_layers,
+            heads=tower.num_attention_heads,
+            patch=tower.patch_size,
+            merge=tower.pooling_kernel_size,
+            frames=0,
+            base=(tower.rope_parameters or _AxialRope()).rope_theta,
+            activation=tower.hidden_activation,
+            gated=True,
+            biases=False,
+            eps=tower.rms_norm_eps,
+            area=AreaSpec(
+                head=tower.head_dim,
+                places=tower.position_embedding_size,
+                clipped=tower.use_clipped_linears,
+                standardized=tower.standardize,
+            ),
+            names=GridNames(
+                patch="patch_embedder.input_proj",
+                positions="patch_embedder.position_embedding_table",
+                layer="encoder.layers.{}",
+                norm1="input_layernorm",
+                qkv=tuple(f"self_attn.{each}_proj{part}" for each in "qkv"),
+                out=f"self_attn.o_proj{part}",
+                after1="post_attention_layernorm",
+                norm2="pre_feedforward_layernorm",
+                up=(f"mlp.gate_proj{part}", f"mlp.up_proj{part}"),
+                down=f"mlp.down_proj{part}",
+                after2="post_feedforward_layernorm",
+            ),
+        )
+
+
 PIXTRAL_NAMES = GridNames(
     patch="patch_conv",
     norm_before="ln_pre",
@@ -335,7 +419,7 @@ class _Config(msgspec.Struct):
 
 
 def read_grid_spec(folder: Path) -> GridTowerSpec:
-    """Read the config.json of a model from Qwen2-VL to PaddleOCR-VL, or with Pixtral's tower.
+    """Read the config.json of a model from Qwen2-VL to Gemma 4, or with Pixtral's tower.
 
     Raises:
         ConfigError: It is missing or malformed, or the tower is not supported.
@@ -347,6 +431,8 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
         spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
     elif config.model_type == PADDLEOCR:
         spec = read_json(file, _OcrConfig).spec()
+    elif config.model_type == GEMMA4:
+        return read_json(file, _Gemma4Config).spec(file)
     else:
         spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):
@@ -386,6 +472,10 @@ def read_grid_weights(
             first = "pre_norm.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
             merger = _normed_projector(files, behind, spec, spec.second_eps)
+        elif spec.area is not None:
+            last = "embed_vision.embedding_projection.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+            merger = _pool(files, behind.read(last, spec.hidden, width), spec, spec.area)
         elif spec.projector is None:
             merger = _merger(files, "merger", spec, width)
         else:
@@ -396,7 +486,7 @@ def read_grid_weights(
         return GridTowerWeights(
             patch=patch,
             frames=frames,
-            positions=files.read(names.positions, spec.side**2, width) if spec.side else None,
+            positions=_positions(files, spec),
             norm_before=(
                 _norm(files, names.norm_before, spec, width) if names.norm_before else None
             ),
@@ -406,9 +496,19 @@ def read_grid_weights(
         )
 
 
+def _positions(files: TensorFiles, spec: GridTowerSpec) -> Tensor | None:
+    if spec.area is not None:
+        return files.read(spec.names.positions, 2, spec.area.places, spec.width)
+    return files.read(spec.names.positions, spec.side**2, spec.width) if spec.side else None
+
+
 def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | None]:
     """What embeds the patches of images, and those of videos, if there are any."""
     name, edge, width = spec.names.patch, spec.patch, spec.width
+    if spec.area is not None:
+        # The colours of a pixel lie beside each other.
+        flat = files.read(f"{name}.weight", width, edge * edge * 3).view(width, edge * edge, 3)
+        return files.linear(Affine(flat.transpose(1, 2).flatten(1), None)), None
     bias = files.read(f"{name}.bias", width) if spec.patch_bias else None
     if not spec.frames:
         weight = files.read(f"{name}.weight", width, 3, edge, edge)
@@ -465,6 +565,15 @@ def _normed_projector(
     )
 
 
+def _pool(
+    files: TensorFiles, projection: Tensor, spec: GridTowerSpec, own: AreaSpec
+) -> PoolWeights:
+    shift, factor = None, None
+    if own.standardized:
+        shift, factor = (files.read(name, spec.width) for name in ("std_bias", "std_scale"))
+    return PoolWeights(shift, factor, spec.eps, files.linear(Affine(projection, None)))
+
+
 def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:
     width, hidden, bias, merge = spec.width, spec.hidden, own.bias, None
     norms: tuple[GridNorm, ...] = ()
@@ -481,6 +590,8 @@ def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> M
 
 
 def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
+    if spec.area is not None:
+        return _area_layer(files, name, spec, spec.area)
     names, width, wide = spec.names, spec.width, spec.intermediate
 
     def affine(part: str, outputs: int, inputs: int) -> Affine:
@@ -497,6 +608,36 @@ def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
         norm2=norm(names.norm2),
         up=files.linear(*(affine(part, wide, width) for part in names.up), halves=spec.gated),
         down=files.linear(affine(names.down, width, wide)),
+    )
+
+
+def _area_layer(files: TensorFiles, name: str, spec: GridTowerSpec, own: AreaSpec) -> TowerLayer:
+    """Gemma 4's: norms around both blocks, and of each head; linears without biases."""
+    names, width, size = spec.names, spec.width, spec.heads * own.head
+
+    def norm(part: str) -> Affine:
+        return files.affine(f"{name}.{part}", width, bias=False)
+
+    def linear(
+        *parts: str, outputs: int, inputs: int, halves: bool = False
+    ) -> Linear | ClippedLinear:
+        whole = [f"{name}.{part}" for part in parts]
+        if own.clipped:
+            return files.clipped(*whole, shape=(outputs, inputs), halves=halves)
+        read = (files.affine(each, outputs, inputs, bias=False) for each in whole)
+        return files.linear(*read, halves=halves)
+
+    return TowerLayer(
+        norm1=norm(names.norm1),
+        qkv=linear(*names.qkv, outputs=size, inputs=width),
+        out=linear(names.out, outputs=width, inputs=size),
+        after1=norm(names.after1),
+        norm2=norm(names.norm2),
+        up=linear(*names.up, outputs=spec.intermediate, inputs=width, halves=True),
+        down=linear(names.down, outputs=width, inputs=spec.intermediate),
+        after2=norm(names.after2),
+        q_norm=files.read(f"{name}.self_attn.q_norm.weight", own.head),
+        k_norm=files.read(f"{name}.self_attn.k_norm.weight", own.head),
     )
 
 

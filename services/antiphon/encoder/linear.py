@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.layers.methods import LinearMethod, LinearShape, RankSlice
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from antiphon.kernels.cpu.linear import CompiledLinear
 
@@ -61,3 +62,35 @@ class Linear:
         """Multiply: x (..., I)  ->  (..., O) float32, bias added."""
         rows = x.reshape(-1, self.inputs).to(self.dtype)
         return self._weights.apply_wide(rows).view(*x.shape[:-1], self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the greatest input of a linear, and output; () each."""
+
+    input_min: Tensor
+    input_max: Tensor
+    output_min: Tensor
+    output_max: Tensor
+
+
+class ClippedLinear:
+    """Linears with the same inputs, each with bounds of its own; outputs lie behind each other.
+
+    Otherwise as `Linear`, of which it has one for each.
+    """
+
+    packed = None
+
+    def __init__(self, parts: Sequence[tuple[Linear, Bounds]], *, halves: bool = False) -> None:
+        self._parts = parts
+        first, _ = parts[0]
+        self.inputs, self.dtype, self.halves = first.inputs, first.dtype, halves
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply: x (..., I)  ->  (..., O) float32."""
+        made = [
+            linear(x.clamp(each.input_min, each.input_max)).clamp(each.output_min, each.output_max)
+            for linear, each in self._parts
+        ]
+        return torch.cat(made, dim=-1)

@@ -36,6 +36,7 @@ from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 from antiphon.encoder.tower_spec import VisionFamily, VisionTowerSpec, read_spec
 from antiphon.encoder.videos import VideoPreprocessor
+from antiphon.model_card.area_images import AreaImages
 from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.image_grids import GridImages, RowImages
 from antiphon.model_card.vision import read_vision, videos_of
@@ -353,7 +354,7 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     """
     set_threads(settings)
     pixels_max, dtype = settings.encoder.pixels_max, settings.model.dtype
-    if isinstance(read_vision(folder), GridImages | RowImages):
+    if isinstance(read_vision(folder), GridImages | RowImages | AreaImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
         tower, videos = GridTower(grids, read_grid_weights(folder, grids, dtype)), None

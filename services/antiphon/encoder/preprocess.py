@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageOps
 
+from antiphon.model_card.area_images import AreaSizes  # noqa: TC001  # msgspec, as below
 from antiphon.model_card.image_grids import (
     GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
     RowSizes,  # noqa: TC001  # likewise
@@ -270,7 +271,7 @@ class PreprocessorConfig:
     mean: Channels
     std: Channels
     tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | None = None
-    grid: GridSizes | RowSizes | None = None
+    grid: GridSizes | RowSizes | AreaSizes | None = None
     sampling: Sampling | None = None
     bfloat16: bool = False
 

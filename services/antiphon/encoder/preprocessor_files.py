@@ -11,6 +11,7 @@ from msgspec import Meta
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
+from antiphon.model_card.area_images import GEMMA4, read_area_file
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.grid_files import VIDEO_GRIDS, read_grid_file, read_video_file
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.encoder.tower_spec import VisionTowerSpec
+    from antiphon.model_card.area_images import AreaSizes
     from antiphon.model_card.image_grids import GridSizes, RowSizes
 
 
@@ -110,6 +112,8 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
     """
     if has_rows(folder):
         file, sizes = read_rows(folder)
+    elif read_json(folder / "config.json", ModelKind).model_type == GEMMA4:
+        file, sizes = read_area_file(folder)
     else:
         file = read_grid_file(folder)
         sizes = file.sizes
@@ -128,7 +132,9 @@ def read_video_config(folder: Path) -> PreprocessorConfig | None:
     return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)
 
 
-def _keeping_shape(file: PixelFields, sizes: GridSizes | RowSizes) -> PreprocessorConfig:
+def _keeping_shape(
+    file: PixelFields, sizes: GridSizes | RowSizes | AreaSizes
+) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=sizes.edge,
         short_edge=None,

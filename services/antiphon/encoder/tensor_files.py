@@ -11,7 +11,7 @@ from torch import Tensor
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
-from antiphon.encoder.linear import Affine, Linear
+from antiphon.encoder.linear import Affine, Bounds, ClippedLinear, Linear
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise ConfigError(f"{folder}: there is no .safetensors file")
     return files
+
+
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 class _OpenSafetensors(Protocol):
@@ -103,6 +106,15 @@ class TensorFiles:
     def linear(self, *parts: Affine, halves: bool = False) -> Linear:
         """Linears with the same inputs as one: a gate and what it multiplies in `halves`."""
         return Linear(*parts, dtype=self._computed, halves=halves)
+
+    def clipped(self, *names: str, shape: tuple[int, int], halves: bool = False) -> ClippedLinear:
+        """Linears of these names with the same inputs, and bounds of each; none has a bias."""
+        parts: list[tuple[Linear, Bounds]] = []
+        for name in names:
+            linear = self.linear(self.affine(f"{name}.linear", *shape, bias=False))
+            bounds = (self.read(f"{name}.{bound}") for bound in _BOUNDS)
+            parts.append((linear, Bounds(*bounds)))
+        return ClippedLinear(parts, halves=halves)
 
     @cached_property
     def _computed(self) -> torch.dtype:

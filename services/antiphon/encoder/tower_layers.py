@@ -31,7 +31,7 @@ from antiphon.kernels.rotary import QkNormWeights, TokenCosSin, apply_rotary
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.encoder.linear import Affine, Linear
+    from antiphon.encoder.linear import Affine, ClippedLinear, Linear
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.norm import NormKind
 
@@ -40,20 +40,23 @@ QK_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class TowerLayer:
-    """The weights of one layer. Query, key and value are one linear, (3 C, C).
+    """The weights of one layer. Query, key and value are one linear, (3 N D, C).
 
     A norm without bias is by root-mean-square. `up` in halves has a gate. `q_norm` and `k_norm`
-    (C,) are those of all heads at once, if there are any.
+    are those of all heads at once (C,), or of each (D,), if there are any; `after1` and `after2`
+    are of what both blocks have made.
     """
 
     norm1: Affine
-    qkv: Linear
-    out: Linear
+    qkv: Linear | ClippedLinear
+    out: Linear | ClippedLinear
     norm2: Affine
-    up: Linear
-    down: Linear
+    up: Linear | ClippedLinear
+    down: Linear | ClippedLinear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    after1: Affine | None = None
+    after2: Affine | None = None
 
 
 class TowerStreams(NamedTuple):
@@ -67,7 +70,9 @@ class TowerLayers:
     """Layers, one or more, of one width and one kind of norm.
 
     `divisions` is for each layer which division of the tokens into rows it attends within, if there
-    are several; `taps` are layers whose stream is a result, too, rising.
+    are several; `taps` are layers whose stream is a result, too, rising. With a `head` size heads
+    are normalised one by one: queries and keys with weights, values without; scores are not scaled,
+    and norms round once.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class TowerLayers:
         eps: float,
         divisions: Sequence[int] | None = None,
         taps: Sequence[int] = (),
+        head: int | None = None,
     ) -> None:
         self._layers, self._taps = layers, taps
         self._divisions = [0] * len(layers) if divisions is None else divisions
@@ -86,16 +92,24 @@ class TowerLayers:
         self._heads, self._eps = heads, eps
         self._dtype = layers[0].qkv.dtype
         self._norm: NormKind = "rms" if layers[0].norm1.bias is None else "layer"
+        if head is not None:
+            self._norm = "rms_wide"
         self._ops = select(DeviceCapability("cpu", dtype=self._dtype))
         self._width = layers[0].qkv.inputs
-        size = self._width // heads
+        size = head or self._width // heads
         self._shape = KvShape(
             PASS_PAGE_TOKENS, heads, 1, size, self._dtype, None, bidirectional=True
         )
-        self._scale = size**-0.5
+        self._scale = size**-0.5 if head is None else 1.0
+        self._unit = torch.ones(size)
         self._norms = [(self._kept(each.norm1), self._kept(each.norm2)) for each in layers]
+        self._norms_after = [
+            tuple(norm and self._kept(norm) for norm in (each.after1, each.after2))
+            for each in layers
+        ]
         self._head_norms = [self._kept_heads(each) for each in layers]
-        self._packed = all(each.qkv.packed is not None for each in layers)
+        # The stack has no norms of values.
+        self._packed = head is None and all(each.qkv.packed is not None for each in layers)
         self._fused = self._fuse() if self._packed else []
 
     def __call__(
@@ -107,7 +121,8 @@ class TowerLayers:
         """Run the layers: x (T, C) float32  ->  streams.
 
         `divisions` are the lengths of rows that follow each other, whose tokens attend to each
-        other; `turns` cosine and signed sine of each token, (T, 1, D), where heads are rotated.
+        other; `turns` cosine and signed sine of each token, (T, 1, D), where heads are rotated, or
+        (T, 1, 2, D / 2) where each half of one is by itself.
         """
         run = self._at_once if self._packed else self.by_layer
         return run(x, divisions, turns)
@@ -125,12 +140,14 @@ class TowerLayers:
             turns = turns[0].to(self._dtype), turns[1].to(self._dtype)
         for number, layer in enumerate(self._layers):
             norm1, norm2 = self._norms[number]
+            after1, after2 = self._norms_after[number]
             heads = self._rounded(layer.qkv, self._normed(stream, norm1))
             mixed = self._attend(heads, number, divisions[self._divisions[number]], turns)
-            stream = stream + self._rounded(layer.out, mixed)
+            stream = stream + self._behind(self._rounded(layer.out, mixed), after1)
             wide = self._rounded(layer.up, self._normed(stream, norm2))
             activated = self._ops.gate if layer.up.halves else self._ops.activate
-            stream = stream + self._rounded(layer.down, activated(wide, self._activation))
+            made = self._rounded(layer.down, activated(wide, self._activation))
+            stream = stream + self._behind(made, after2)
             if number in self._taps:
                 tapped.append(stream.float())
         return TowerStreams(tuple(tapped), stream.float())
@@ -138,22 +155,36 @@ class TowerLayers:
     def _attend(
         self, x: Tensor, number: int, rows: Sequence[int], turns: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Queries, keys and values (T, 3 C)  ->  what heads mix of values, (T, C)."""
+        """Queries, keys and values (T, 3 N D)  ->  what heads mix of values, (T, N D)."""
         q, k, v = x.view(len(x), 3, self._heads, -1).unbind(1)  # each (T, N, D)
-        if (norms := self._head_norms[number]) is not None:
+        norms = self._head_norms[number]
+        if norms is not None and norms.over == "head":
+            q, k = self._each(q, norms.query.weight), self._each(k, norms.key.weight)
+            v = self._each(v, self._unit)
+        elif norms is not None:
             q = self._ops.rmsnorm(q.flatten(1), norms.query.weight, norms.eps).view(q.shape)
             k = self._ops.rmsnorm(k.flatten(1), norms.key.weight, norms.eps).view(k.shape)
         if turns is not None:
-            q, k = apply_rotary(q, *turns), apply_rotary(k, *turns)
+            q, k = _turned(q, turns), _turned(k, turns)
         texts = TextRows(rows)
         return self._ops.bidirectional_attention(q, k, v, texts, self._scale, None).flatten(1)
 
+    def _each(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalise each of heads (T, N, D)."""
+        normed = self._ops.rmsnorm_wide(heads.flatten(0, 1), weight, self._eps)
+        return normed.view(heads.shape)
+
+    def _behind(self, x: Tensor, norm: NormWeights | None) -> Tensor:
+        return x if norm is None else self._normed(x, norm)
+
     def _normed(self, x: Tensor, norm: NormWeights) -> Tensor:
+        if self._norm == "rms_wide":
+            return self._ops.rmsnorm_wide(x, norm.weight, self._eps)
         if norm.bias is None:
             return self._ops.rmsnorm(x, norm.weight, self._eps)
         return self._ops.layernorm(x, norm.weight, norm.bias, self._eps)
 
-    def _rounded(self, linear: Linear, x: Tensor) -> Tensor:
+    def _rounded(self, linear: Linear | ClippedLinear, x: Tensor) -> Tensor:
         return linear(x).to(self._dtype)
 
     def _at_once(
@@ -212,11 +243,23 @@ class TowerLayers:
         ]
 
     def _kept(self, norm: Affine) -> NormWeights:
+        if self._norm == "rms_wide":
+            return NormWeights(norm.weight)
         bias = None if norm.bias is None else norm.bias.to(self._dtype)
         return NormWeights(norm.weight.to(self._dtype), bias)
 
     def _kept_heads(self, layer: TowerLayer) -> QkNormWeights | None:
         if layer.q_norm is None or layer.k_norm is None:
             return None
+        if self._norm == "rms_wide":
+            both = NormWeights(layer.q_norm), NormWeights(layer.k_norm)
+            return QkNormWeights(*both, self._eps, "rms_wide")
         query, key = (NormWeights(each.to(self._dtype)) for each in (layer.q_norm, layer.k_norm))
         return QkNormWeights(query, key, QK_EPS, over="token")
+
+
+def _turned(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads (T, N, D), or each half of one."""
+    if turns[0].dim() == heads.dim():
+        return apply_rotary(heads, *turns)
+    return apply_rotary(heads.reshape(*heads.shape[:-1], 2, -1), *turns).flatten(-2)

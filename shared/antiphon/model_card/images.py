@@ -31,7 +31,8 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         placeholder: Token id of the placeholder, one for each row of an embedding.
         marker: What chat templates write for an image; empty: the placeholder.
         processing: Digest of all that decides the embedding beside the image and the weights.
-        span_tokens: Set: the tokens of an image, so many, attend to each other in both directions.
+        span_tokens: Set: the tokens of an image, so many at most, attend to each other in both
+            directions.
         deepstack: Number of the first layers behind each of which a token of an image has something
             added: the parts of an embedding beside that which stands in place of the token.
     """

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.area_images import GEMMA4, AreaImages, read_area
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.frame_videos import WORDS_MAX, FrameVideos
 from antiphon.model_card.grid_files import GRIDS, read_grid
@@ -58,6 +59,7 @@ VisionCard = (
     | SeparatedTiles
     | GridImages
     | RowImages
+    | AreaImages
     | ComparedImages
 )
 """How a model takes images."""
@@ -388,7 +390,10 @@ class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
 
-SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, LLAMA4, *IDEFICS, *GRIDS, *TWO_TOWERS)
+SEEING = (
+    *("llava", MISTRAL3, *ANYRES, GEMMA3, GEMMA4, INTERN, LLAMA4),
+    *(*IDEFICS, *GRIDS, *TWO_TOWERS),
+)
 """Types of models whose images are served."""
 
 
@@ -407,6 +412,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_rows(folder)
     if kind == GEMMA3:
         return _read_gemma3(folder)
+    if kind == GEMMA4:
+        return read_area(folder)
     if kind == INTERN:
         return _read_internvl(folder)
     if kind in ANYRES:

@@ -423,7 +423,7 @@ def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> Non
         ((medium(2, 1), medium(2, 1)), WIDTH, "not in order"),
         ((medium(1, 0),), WIDTH, "empty"),
         ((medium(1, 3, placeholders=2),), WIDTH, "other placeholders than rows"),
-        ((medium(1, 3),), -WIDTH, "3 tokens, and 2 in this model"),
+        ((medium(1, 3),), -WIDTH, "3 tokens, of at most 2"),
     ],
 )
 def test_media_that_do_not_fit_are_refused(

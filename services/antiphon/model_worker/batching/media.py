@@ -206,6 +206,7 @@ def check_media(
             raise InvalidRequest("a medium is no whole grid", param="media")
         if (medium.span.times - 1) * medium.span.step >= medium.span.tokens:
             raise InvalidRequest("a medium has more positions than tokens", param="media")
-        if span_tokens is not None and medium.span.tokens != span_tokens:
-            text = f"a medium has {medium.span.tokens} tokens, and {span_tokens} in this model"
+        if span_tokens is not None and medium.span.tokens > span_tokens:
+            # A prefill chunk may be too short for it.
+            text = f"a medium has {medium.span.tokens} tokens, of at most {span_tokens}"
             raise InvalidRequest(text, param="media")

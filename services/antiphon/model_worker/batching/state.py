@@ -47,8 +47,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         flights: Steps in flight at once, each of other requests: one for each pipeline stage.
         media_width: Width of the embeddings of a model that takes media; None: it takes none.
         media_grids: Whether positions of media have axes.
-        span_tokens: Tokens of an image, if they attend to each other in both directions: a chunk
-            has all of an image's tokens that are not cached, or none.
+        span_tokens: Most tokens of an image, if they attend to each other in both directions: a
+            chunk has all of an image's tokens that are not cached, or none.
         source_shape: Tokens and width of what a request attends to beside its text, of a model
             with cross attention: one medium, which has no tokens in the prompt.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.

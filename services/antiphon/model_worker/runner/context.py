@@ -360,7 +360,7 @@ def _paged_attention(
         q = apply_rotary(heads, cos, sin)
     beside = params.scale, scales, params.softcap, params.sinks
     attended = ops.paged_attention(q, keys, values, rows, *beside)
-    if images:
+    if images and params.image_ahead:
         tokens, own = images[cache.group].tokens, images[cache.group].rows
         seen = paged_attention.reference(q.index_select(0, tokens), keys, values, own, *beside)
         attended.index_copy_(0, tokens, seen)

@@ -221,6 +221,7 @@ def _gemma4_attention(
         qk_norm=norm,
         value_norm=None if shared else replace(norm, affine=False),
         kv_layer=heads.kv_layer,
+        image_ahead=window is not None,
         names=replace(names, value=names.key) if heads.values_are_keys else names,
     )
 
