@@ -47,6 +47,8 @@ class Row:
         idle: Endings of tensors that change nothing.
         turned: Endings of tensors whose last two dimensions published files have in another order
             than transformers writes them.
+        again: Its text model is that of another row, under other names: here what that row proves
+            is only proven again by `-m long`.
         by_token: The reference computes token after token over its own cache, as it writes.
     """
 
@@ -58,6 +60,7 @@ class Row:
     types: int = 0
     idle: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
+    again: bool = False
     by_token: bool = False
 
     def __str__(self) -> str:

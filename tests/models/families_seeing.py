@@ -37,6 +37,7 @@ def seeing(
         row,
         name=f"{text} that sees",
         architecture=architecture,
+        again=True,
         sizes={},
         fields={
             "text_config": within,
@@ -61,7 +62,12 @@ def with_audio(text: str, architecture: type[transformers.PreTrainedModel]) -> R
     within = {"model_type": row.config.model_type, **row.sizes, **row.fields}
     fields = {"text_config": within, "audio_config": tower, "tie_word_embeddings": False}
     return replace(
-        row, name=f"{text} with audio", architecture=architecture, sizes={}, fields=fields
+        row,
+        name=f"{text} with audio",
+        architecture=architecture,
+        again=True,
+        sizes={},
+        fields=fields,
     )
 
 

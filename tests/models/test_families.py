@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 DIFFERENT = ("llama", "gpt2", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
 """Rows whose layers differ in kind: their tensors are left out in every run, all in a long one."""
+PARAMS = [pytest.param(row, marks=[pytest.mark.long] if row.again else []) for row in ROWS]
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=str)
+@pytest.fixture(scope="module", params=PARAMS, ids=str)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(request.param, tmp_path_factory.mktemp("model"))
 
@@ -50,6 +51,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("linear", LINEARS)
 def test_logits_are_those_of_transformers(saved: Saved, linear: str) -> None:
     check_logits(saved, linear)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.again], ids=str)
+def test_a_text_model_under_other_names_is_that_of_transformers(row: Row, tmp_path: Path) -> None:
+    check_logits(save(row, tmp_path), LINEARS[-1])
 
 
 @pytest.mark.parametrize("linear", LINEARS)
