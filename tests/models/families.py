@@ -7,12 +7,13 @@ with the mutants that switch them off. A new family joins the test by its row al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 LAYERS = 3
 VOCABULARY = 128
@@ -50,6 +51,7 @@ class Row:
         again: Its text model is that of another row, under other names: here what that row proves
             is only proven again by `-m long`.
         by_token: The reference computes token after token over its own cache, as it writes.
+        write: Writes the model under the names of published files, where transformers' are others.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Row:
     turned: tuple[str, ...] = ()
     again: bool = False
     by_token: bool = False
+    write: Callable[[Any, Path], object] | None = None
 
     def __str__(self) -> str:
         return self.name

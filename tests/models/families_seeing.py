@@ -9,6 +9,7 @@ import transformers
 from tests.models.families import ROWS as TEXT
 from tests.models.families import Row
 from tests.models.families_moe import ROWS as TEXT_MOE
+from tests.support.kimi_k25 import write_published
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +116,11 @@ ROWS = (
             projector_output_dim=32,
         )
         for text in ("llama4", "llama4 with two experts a token and no norms of heads")
+    ),
+    replace(
+        seeing("deepseek-v3", transformers.Kimi_K25ForConditionalGeneration),
+        name="deepseek-v3 that sees, in kimi-k2.5",
+        write=write_published,
     ),
     with_axes("qwen2-vl", transformers.Qwen2VLForConditionalGeneration, embed_dim=32),
     with_axes(

@@ -79,7 +79,7 @@ def save(row: Row, folder: Path) -> Saved:
     config._attn_implementation = "eager"
     model = row.architecture(config).eval()
     draw(model)
-    model.save_pretrained(folder)
+    (row.write or _write)(model, folder)
     if row.turned:
         file = folder / "model.safetensors"
         tensors = load_file(file)
@@ -87,6 +87,10 @@ def save(row: Row, folder: Path) -> Saved:
             tensors[name] = tensors[name].mT.contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
     return Saved(row, folder, model)
+
+
+def _write(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
 
 
 def draw(model: torch.nn.Module) -> None:

@@ -6,11 +6,8 @@ pixels are those of Pillow's filters on them.
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +18,8 @@ from PIL import Image
 from tests.support.llama4 import PROCESSOR, TILE_TOKENS, write_llama4
 from tests.support.llava import picture
 from tests.support.models import change_config
+from tests.support.torchvision_names import image_processing
 from tests.support.towers import check_every_tensor, check_rows, embedding, opened
-from transformers import image_processing_backends  # before there is something like torchvision
 from transformers.image_utils import SizeDict
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZES = [(40, 33), (200, 31), (9, 70), (28, 28), (300, 299), (5, 3), (60, 29)]
-THEIRS = "transformers.models.llama4.image_processing_llama4"
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processing() -> Any:
-    """transformers' module of the processor; of torchvision it has nothing but names."""
-    assert image_processing_backends.TorchvisionBackend
-    transforms = "torchvision.transforms.v2"
-    functional = ModuleType(f"{transforms}.functional")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("torchvision", "torchvision.transforms", transforms):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        patch.setitem(sys.modules, functional.__name__, functional)
-        patch.setattr(sys.modules[transforms], "functional", functional, raising=False)
-        made = importlib.import_module(THEIRS)
-        del sys.modules[THEIRS]
-    return made
+    return image_processing("llama4")
 
 
 def card_of(folder: Path) -> SeparatedTiles:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.gemma_vision import write_gemma4, write_gemma_vision
 from tests.support.internvl import write_internvl
+from tests.support.kimi_k25 import write_kimi_k25
 from tests.support.llama4 import write_llama4
 from tests.support.llava import TEXT, picture, write_llava
 from tests.support.llava_next import write_llava_next, write_llava_onevision
@@ -58,6 +59,7 @@ FAMILIES = {
     "glm4v": write_glm4v,
     "paddleocr-vl": write_paddleocr_vl,
     "llama4": write_llama4,
+    "kimi-k2.5": write_kimi_k25,
 }
 GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v", "paddleocr-vl")
 MARKED = ("smolvlm", "llama4", "pixtral", "mistral3")

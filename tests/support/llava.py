@@ -78,14 +78,21 @@ def write_random(
     folder: Path, model: transformers.PreTrainedModel, spread: float = 0.15, seed: int = 17
 ) -> Path:
     """Write a model with weights so large that what an image shows changes what is generated."""
+    draw_random(model, spread, seed).save_pretrained(folder)
+    return folder
+
+
+def draw_random(
+    model: transformers.PreTrainedModel, spread: float = 0.15, seed: int = 17
+) -> transformers.PreTrainedModel:
+    """Give a model such weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.float().named_parameters():
             middle = 1.0 if parameter.ndim == 1 and "norm" in name else 0.0
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(middle + noise * spread)
-    model.save_pretrained(folder)
-    return folder
+    return model
 
 
 def picture(seed: int, width: int = 40, height: int = 33, kind: str = "PNG") -> bytes:

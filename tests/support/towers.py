@@ -87,7 +87,7 @@ def check_every_tensor(
 
 def _own(name: str) -> str:
     """What a tensor is called where it is read."""
-    for part in ("model.", "projector.", "mlp_AR."):
+    for part in ("model.", "projector.", "mm_projector.", "mlp_AR."):
         name = name.removeprefix(part)
     for part in ("visual.", "vision_tower.", "vision_model."):
         name = name.rpartition(part)[2]

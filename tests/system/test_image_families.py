@@ -12,6 +12,7 @@ import transformers
 from openai import AsyncOpenAI
 from tests.support.gemma_vision import area_patches, write_gemma4, write_gemma_vision
 from tests.support.internvl import write_internvl
+from tests.support.kimi_k25 import write_kimi_k25
 from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
@@ -52,6 +53,11 @@ def grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
 
 def rows_of_grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
     return {**rows_of_patches(images), "mm_token_type_ids": placeholders.int()}
+
+
+def lines_of_grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    del placeholders
+    return rows_of_patches(images)
 
 
 def frames(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
@@ -132,6 +138,12 @@ FAMILIES = {
         ("--batching-chunk-tokens", "24"),
         limits=PixelLimits(least=300, most=512),
     ),
+    "kimi-k2.5": Family(
+        write_kimi_k25,
+        transformers.Kimi_K25ForConditionalGeneration,
+        lines_of_grids,
+        ("--batching-chunk-tokens", "24"),
+    ),
     "internvl": Family(
         write_internvl,
         transformers.InternVLForConditionalGeneration,
@@ -173,7 +185,8 @@ FAMILIES = {
     ),
 }
 LONG = (
-    *("internvl", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl", "gemma4"),
+    *("internvl", "kimi-k2.5", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl"),
+    "gemma4",
 )
 """Those whose tiles and rows other tests compare, below the services that are the same for all.
 

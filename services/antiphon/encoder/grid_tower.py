@@ -7,7 +7,7 @@ Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
 Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
 Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006; Cui et al. 2025,
-arXiv:2510.14528 (PaddleOCR-VL).
+arXiv:2510.14528 (PaddleOCR-VL); Kimi Team 2025, arXiv:2504.07491, section 2.1 (MoonViT).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class GridNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors, which differ between models; those of a layer's parts are relative to it.
 
     Linears of several names are fused. The name of the patches shows the prefix of a tower's names.
+    In `pairs` the parts of a head that are rotated together are neighbours where queries and keys
+    are stored; a `square` of learned positions is stored as that, else as a list.
     """
 
     patch: str = "patch_embed.proj"
@@ -48,6 +50,8 @@ class GridNames(msgspec.Struct, frozen=True, kw_only=True):
     norm_after: str = "ln_q"
     first: str = "mlp.0"
     second: str = "mlp.2"
+    pairs: bool = False
+    square: bool = False
 
 
 class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,10 +99,13 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         sampled: How those positions are scaled, pixels at their middles; None: between their ends.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
+        published: Names in files as they were published, of models that have others, too.
         alternating: Frequencies of rows and columns by turns; else both have the same.
+        by_turns: Pairs of a head go by column and row by turns; else the first half by row.
         projector: Of Mistral's models, what is behind the tower instead of a merger.
         gated_merger: Width of GLM-4V's merger, which has a gate; 0: another one.
-        second_eps: Of PaddleOCR-VL, that of a second norm before the merger, which is a projector.
+        second_eps: Of PaddleOCR-VL and Kimi K2.5, that of a second norm before the merger, which is
+            a projector.
         area: What Gemma 4's tower has of its own: norms behind blocks, of heads and of values,
             learned positions of rows and of columns, and pixels from -1 to 1.
     """
@@ -123,7 +130,9 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
+    published: GridNames | None = None
     alternating: bool = False
+    by_turns: bool = False
     projector: ProjectorSpec | None = None
     gated_merger: int = 0
     second_eps: float | None = None
@@ -291,8 +300,13 @@ class GridTower:
         of_columns = exponents + 1 if spec.alternating else exponents
         frequencies = 1.0 / spec.base ** (torch.stack((exponents, of_columns)) / size)
         places = self._places(rows, columns, order).float()
-        angle = (places[..., None] * frequencies[:, None]).permute(1, 0, 2)  # (P, 2, D / 4)
-        angle = angle.flatten(1) if spec.area is None else angle.flip(1)
+        angles = places[..., None] * frequencies[:, None]  # (2, P, D / 4)
+        if spec.area is not None:
+            angle = angles.flip(0).transpose(0, 1)  # (P, 2, D / 4)
+        elif spec.by_turns:
+            angle = angles.flip(0).permute(1, 2, 0).flatten(1)  # (P, D / 2)
+        else:
+            angle = angles.transpose(0, 1).flatten(1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 

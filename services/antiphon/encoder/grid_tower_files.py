@@ -22,12 +22,12 @@ from antiphon.encoder.grid_tower import (
     PoolWeights,
     ProjectorSpec,
 )
-from antiphon.encoder.linear import Affine, ClippedLinear, Linear
+from antiphon.encoder.linear import Affine, ClippedLinear, Linear, by_halves
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer
 from antiphon.model_card.area_images import GEMMA4
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
+from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, KIMI_K25, PADDLEOCR, QWEN35S
 from antiphon.model_card.vision import MISTRAL3
 
 if TYPE_CHECKING:
@@ -393,6 +393,80 @@ class _Gemma4Config(msgspec.Struct):
         )
 
 
+class _KimiTower(msgspec.Struct):
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    num_hidden_layers: Size = 27
+    num_attention_heads: Size = 16
+    patch_size: Size = 14
+    merge_kernel_size: tuple[Size, ...] = (2, 2)
+    pos_emb_height: Size = 64
+    pos_emb_width: Size = 64
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
+    rope_parameters: _Rope | None = None
+
+
+class _KimiText(msgspec.Struct):
+    hidden_size: Size = 7168
+
+
+class _KimiConfig(msgspec.Struct):
+    vision_config: _KimiTower = msgspec.field(default_factory=_KimiTower)
+    text_config: _KimiText = msgspec.field(default_factory=_KimiText)
+    projection_layer_norm_eps: float = 1e-5
+
+    def spec(self, file: Path) -> GridTowerSpec:
+        tower = self.vision_config
+        if tower.pos_emb_height != tower.pos_emb_width or len(set(tower.merge_kernel_size)) != 1:
+            raise ConfigError(
+                f"{file}: vision_config: pos_emb_height and pos_emb_width must be equal, and "
+                "merge_kernel_size a square"
+            )
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=self.text_config.hidden_size,
+            layers=tower.num_hidden_layers,
+            heads=tower.num_attention_heads,
+            patch=tower.patch_size,
+            merge=tower.merge_kernel_size[0],
+            frames=0,
+            base=(tower.rope_parameters or _Rope()).rope_theta,
+            activation=tower.hidden_act,
+            gated=False,
+            eps=1e-5,
+            side=tower.pos_emb_height,
+            sampled="bicubic",
+            patch_bias=True,
+            by_turns=True,
+            second_eps=self.projection_layer_norm_eps,
+            names=GridNames(
+                positions="patch_embed.pos_emb.position_embeddings",
+                layer="layers.{}",
+                qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+                norm_after="final_layernorm",
+                first="in_proj",
+                second="out_proj",
+                square=True,
+            ),
+            published=GridNames(
+                positions="patch_embed.pos_emb.weight",
+                layer="encoder.blocks.{}",
+                norm1="norm0",
+                qkv=("wqkv",),
+                out="wo",
+                norm2="norm1",
+                up=("mlp.fc0",),
+                down="mlp.fc1",
+                norm_after="encoder.final_layernorm",
+                first="proj.0",
+                second="proj.2",
+                pairs=True,
+                square=True,
+            ),
+        )
+
+
 PIXTRAL_NAMES = GridNames(
     patch="patch_conv",
     norm_before="ln_pre",
@@ -433,6 +507,8 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
         spec = read_json(file, _OcrConfig).spec()
     elif config.model_type == GEMMA4:
         return read_json(file, _Gemma4Config).spec(file)
+    elif config.model_type == KIMI_K25:
+        spec = read_json(file, _KimiConfig).spec(file)
     else:
         spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):
@@ -459,16 +535,19 @@ def read_grid_weights(
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
             an unsupported dtype.
     """
-    names, width = spec.names, spec.width
+    width = spec.width
     wide = width * spec.merge**2
     with ExitStack() as open_files:
-        last = f"{names.patch}.weight"
+        last = f"{spec.names.patch}.weight"
         files = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+        if spec.published is not None and files.has(spec.published.positions):
+            spec = msgspec.structs.replace(spec, names=spec.published)
+        names = spec.names
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
         if spec.gated_merger:
             merger = _gated_merger(files, spec)
         elif spec.second_eps is not None:
-            # Its names begin with `mlp_AR`, or with `projector`.
+            # Its names begin with `mlp_AR`, `projector` or `mm_projector`.
             first = "pre_norm.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
             merger = _normed_projector(files, behind, spec, spec.second_eps)
@@ -497,9 +576,13 @@ def read_grid_weights(
 
 
 def _positions(files: TensorFiles, spec: GridTowerSpec) -> Tensor | None:
+    """The learned positions, (side * side, C), or of rows and of columns, (2, places, C)."""
+    name, side, width = spec.names.positions, spec.side, spec.width
     if spec.area is not None:
-        return files.read(spec.names.positions, 2, spec.area.places, spec.width)
-    return files.read(spec.names.positions, spec.side**2, spec.width) if spec.side else None
+        return files.read(name, 2, spec.area.places, width)
+    if spec.names.square:
+        return files.read(name, side, side, width).flatten(0, 1)
+    return files.read(name, side**2, width) if side else None
 
 
 def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | None]:
@@ -552,7 +635,7 @@ _GATED = ("gate", "up")
 def _normed_projector(
     files: TensorFiles, behind: TensorFiles, spec: GridTowerSpec, eps: float
 ) -> MergerWeights:
-    """PaddleOCR-VL's: the norm of the tower, and one of the projector, whose files are `behind`."""
+    """PaddleOCR-VL's and Kimi K2.5's: the tower's norm, and the projector's, which is `behind`."""
     names, wide = spec.names, spec.width * spec.merge**2
     own = behind.affine("pre_norm", spec.width)
     return MergerWeights(
@@ -601,9 +684,13 @@ def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
         return files.affine(f"{name}.{part}", width, bias=not spec.gated)
 
     each = 3 * width // len(names.qkv)
+    qkv = [affine(part, each, width) for part in names.qkv]
+    if names.pairs:
+        query, key, value = _thirds(*qkv)
+        qkv = [by_halves(query, spec.heads), by_halves(key, spec.heads), value]
     return TowerLayer(
         norm1=norm(names.norm1),
-        qkv=files.linear(*(affine(part, each, width) for part in names.qkv)),
+        qkv=files.linear(*qkv),
         out=files.linear(affine(names.out, width, width)),
         norm2=norm(names.norm2),
         up=files.linear(*(affine(part, wide, width) for part in names.up), halves=spec.gated),
@@ -639,6 +726,13 @@ def _area_layer(files: TensorFiles, name: str, spec: GridTowerSpec, own: AreaSpe
         q_norm=files.read(f"{name}.self_attn.q_norm.weight", own.head),
         k_norm=files.read(f"{name}.self_attn.k_norm.weight", own.head),
     )
+
+
+def _thirds(fused: Affine) -> list[Affine]:
+    """Queries, keys and values, of one linear with biases."""
+    assert fused.bias is not None, "as of all linears of such layers"
+    parts = zip(fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
+    return [Affine(weight, bias) for weight, bias in parts]
 
 
 def _norm(files: TensorFiles, name: str, spec: GridTowerSpec, width: int) -> GridNorm:

@@ -28,6 +28,15 @@ class Affine:
     bias: Tensor | None
 
 
+def by_halves(linear: Affine, heads: int) -> Affine:
+    """Outputs whose pairs to rotate are neighbours, so that they are half a head apart."""
+
+    def ordered(x: Tensor) -> Tensor:
+        return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+    return Affine(ordered(linear.weight), None if linear.bias is None else ordered(linear.bias))
+
+
 class Linear:
     """Linears with the same inputs as one, whose outputs lie behind each other.
 

@@ -24,7 +24,7 @@ from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
 from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
 from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
-from antiphon.encoder.linear import Affine, Linear
+from antiphon.encoder.linear import Affine, Linear, by_halves
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor
 from antiphon.encoder.preprocessor_files import (
     read_frame_config,
@@ -38,7 +38,7 @@ from antiphon.encoder.tower_spec import VisionFamily, VisionTowerSpec, read_spec
 from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.area_images import AreaImages
 from antiphon.model_card.frame_videos import FrameVideos
-from antiphon.model_card.image_grids import GridImages, RowImages
+from antiphon.model_card.image_grids import GridImages, PaddedImages, RowImages
 from antiphon.model_card.vision import read_vision, videos_of
 from antiphon.resolve.device import detect_device
 
@@ -256,7 +256,7 @@ def _layer(
         affine(f"{attention}.{part}_proj", hidden, hidden, bias=spec.qkv_bias) for part in "qkv"
     )
     if spec.rope_base is not None:
-        q, k = _by_halves(q, spec.heads), _by_halves(k, spec.heads)
+        q, k = by_halves(q, spec.heads), by_halves(k, spec.heads)
     return TowerLayer(
         norm1=affine(f"{name}.{names.norm1}", hidden, bias=not spec.rms),
         qkv=linear(q, k, v),
@@ -267,15 +267,6 @@ def _layer(
         q_norm=take(f"{attention}.q_norm.weight", hidden) if spec.qk_norm else None,
         k_norm=take(f"{attention}.k_norm.weight", hidden) if spec.qk_norm else None,
     )
-
-
-def _by_halves(linear: Affine, heads: int) -> Affine:
-    """Outputs whose pairs to rotate are neighbours, so that they are half a head apart."""
-
-    def ordered(x: Tensor) -> Tensor:
-        return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-
-    return Affine(ordered(linear.weight), None if linear.bias is None else ordered(linear.bias))
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +345,7 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     """
     set_threads(settings)
     pixels_max, dtype = settings.encoder.pixels_max, settings.model.dtype
-    if isinstance(read_vision(folder), GridImages | RowImages | AreaImages):
+    if isinstance(read_vision(folder), GridImages | RowImages | AreaImages | PaddedImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
         tower, videos = GridTower(grids, read_grid_weights(folder, grids, dtype)), None

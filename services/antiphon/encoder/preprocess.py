@@ -13,8 +13,9 @@ from PIL import Image, ImageOps
 
 from antiphon.model_card.area_images import AreaSizes  # noqa: TC001  # msgspec, as below
 from antiphon.model_card.image_grids import (
-    GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
-    RowSizes,  # noqa: TC001  # likewise
+    GridSizes,  # msgspec reads the fields of structs
+    PaddedSizes,
+    RowSizes,  # likewise
 )
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.images import check_unscaled
@@ -172,6 +173,10 @@ class Preprocessor:
                 return _on_canvas(image, tiling, filter_)
             case None:
                 pass
+        if isinstance(recipe.grid, PaddedSizes):
+            canvas = Image.new("RGB", recipe.grid.scaled(*image.size))
+            canvas.paste(image.resize(recipe.grid.content(*image.size), filter_))
+            return [canvas]
         if recipe.grid is not None:
             return [image.resize(recipe.grid.scaled(*image.size), filter_)]
         if short is None:
@@ -259,7 +264,8 @@ class PreprocessorConfig:
         mean: Subtracted after scaling.
         std: Divisor after that.
         tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
-        grid: Set: scale the image to whole tokens of `size`, and keep its shape.
+        grid: Set: scale the image to whole tokens of `size`, or pad it with black to them, and keep
+            its shape.
         sampling: Set: these are the steps of videos, whose frames are chosen so.
         bfloat16: Whether the results of scaling, subtracting and dividing are rounded to bfloat16.
     """
@@ -271,7 +277,7 @@ class PreprocessorConfig:
     mean: Channels
     std: Channels
     tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | None = None
-    grid: GridSizes | RowSizes | AreaSizes | None = None
+    grid: GridSizes | RowSizes | AreaSizes | PaddedSizes | None = None
     sampling: Sampling | None = None
     bfloat16: bool = False
 

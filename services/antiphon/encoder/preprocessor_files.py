@@ -13,7 +13,13 @@ from antiphon.encoder.preprocess import Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
 from antiphon.model_card.area_images import GEMMA4, read_area_file
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.grid_files import VIDEO_GRIDS, read_grid_file, read_video_file
+from antiphon.model_card.grid_files import (
+    KIMI_K25,
+    VIDEO_GRIDS,
+    read_grid_file,
+    read_padded_file,
+    read_video_file,
+)
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.processor_files import (
     ModelKind,
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.model_card.area_images import AreaSizes
-    from antiphon.model_card.image_grids import GridSizes, RowSizes
+    from antiphon.model_card.image_grids import GridSizes, PaddedSizes, RowSizes
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
@@ -114,6 +120,8 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
         file, sizes = read_rows(folder)
     elif read_json(folder / "config.json", ModelKind).model_type == GEMMA4:
         file, sizes = read_area_file(folder)
+    elif read_json(folder / "config.json", ModelKind).model_type == KIMI_K25:
+        file, sizes = read_padded_file(folder)
     else:
         file = read_grid_file(folder)
         sizes = file.sizes
@@ -133,7 +141,7 @@ def read_video_config(folder: Path) -> PreprocessorConfig | None:
 
 
 def _keeping_shape(
-    file: PixelFields, sizes: GridSizes | RowSizes | AreaSizes
+    file: PixelFields, sizes: GridSizes | RowSizes | AreaSizes | PaddedSizes
 ) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=sizes.edge,

@@ -72,6 +72,10 @@ class TensorFiles:
         self._prefix = next(found, last).removesuffix(last)
         self._last, self._dtype = last, dtype
 
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        return self._prefix + name in self._homes
+
     def length(self, name: str) -> int:
         """The length of the first dimension of a tensor."""
         return self._shape(name)[0]

@@ -47,6 +47,7 @@ MULTIMODAL_ARCHITECTURES = (
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -63,6 +64,10 @@ MULTIMODAL_ARCHITECTURES = (
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
+PUBLISHED_NAMES: Mapping[str, str] = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"
+}
+"""Names of multimodal architectures in published files, and in transformers."""
 TWO_TOWER_ARCHITECTURES = ("CLIPModel", "SiglipModel")
 """Architectures with a tower for texts, which is served as an embedding model, and one for images,
 whose vectors are compared with those of texts."""
@@ -75,7 +80,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "connector.", "image_newline", "projector.", "mlp_AR."),
-    *("embed_vision.", "embed_audio."),
+    *("embed_vision.", "embed_audio.", "mm_projector."),
 )
 """Prefixes of tensors of towers for media, and of what is behind them."""
 
@@ -261,7 +266,7 @@ TEXT_TYPES: Mapping[str, str] = {
 """By architecture: the type of a text model whose config does not say it."""
 OUTER_FIELDS: Mapping[str, tuple[str, ...]] = {"CLIPModel": ("projection_dim",)}
 """By architecture: fields that text models have, too, and that the config of all decides."""
-TIED = frozenset({"InternVLForConditionalGeneration"})
+TIED = frozenset({"InternVLForConditionalGeneration", "Kimi_K25ForConditionalGeneration"})
 """Architectures whose head is the embedding table, if neither config says whether it is."""
 TIED_AS_TEXT = frozenset({"LlavaOnevisionForConditionalGeneration"})
 """Architectures whose head is the embedding table if either config says so."""
@@ -334,6 +339,9 @@ def text_model_config(config: Fields) -> Fields:
     if "text_config" not in config:
         return config
     architecture = _architecture(config)
+    if (renamed := PUBLISHED_NAMES.get(architecture)) is not None:
+        config = config | {"architectures": msgspec.Raw(msgspec.json.encode([renamed]))}
+        architecture = renamed
     nested = MULTIMODAL_ARCHITECTURES + TWO_TOWER_ARCHITECTURES
     if architecture not in nested:
         if "hidden_size" in config:  # the config is complete without it

@@ -1,4 +1,4 @@
-"""Reads how Qwen-VL, GLM-4V and PaddleOCR-VL models take media: as grids of tokens."""
+"""Reads how models from Qwen-VL to Kimi K2.5 take media: as grids of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from msgspec import field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.image_grids import GridImages, GridSizes, GridVideos, Stamp
+from antiphon.model_card.image_grids import (
+    GridImages,
+    GridSizes,
+    GridVideos,
+    PaddedImages,
+    PaddedSizes,
+    Stamp,
+)
 from antiphon.model_card.images import Size
 from antiphon.model_card.processor_files import (
     PROCESSOR,
@@ -32,6 +39,7 @@ PADDLEOCR = "paddleocr_vl"
 VIDEO_GRIDS = ("qwen2_5_vl", "qwen2_vl", *QWEN3S, *GLMS)
 """Those that take videos, too."""
 GRIDS = (*VIDEO_GRIDS, PADDLEOCR)
+KIMI_K25 = "kimi_k25"
 
 
 def read_grid(folder: Path) -> GridImages:
@@ -364,3 +372,74 @@ def read_grid_file(folder: Path) -> GridFile | _GlmFile:
             f"max_pixels = {read.sizes.pixels_max}"
         )
     return read
+
+
+class _KimiPatches(msgspec.Struct, frozen=True):
+    patch_size: Size = 14
+    merge_kernel_size: tuple[Size, ...] = (2, 2)
+
+
+class _Kimi(msgspec.Struct, frozen=True):
+    image_token_id: int = 163605
+    vision_config: _KimiPatches = field(default_factory=_KimiPatches)
+
+
+class _SideEdges(msgspec.Struct, frozen=True):
+    """Numbers of patches, whatever their names say."""
+
+    max_height: Size = 512
+    max_width: Size = 512
+
+
+class _PaddedFile(PixelFields, frozen=True):
+    """The preprocessor_config.json of Kimi K2.5, with the defaults of its class."""
+
+    size: _SideEdges = field(default_factory=_SideEdges)
+    max_patches: Size = 16384
+    patch_size: Size = 14
+    merge_size: Size = 2
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+def read_padded(folder: Path) -> PaddedImages:
+    """Read how a Kimi K2.5 model takes images.
+
+    Raises:
+        ConfigError: config.json or the preprocessor's is malformed, or not supported.
+    """
+    file, sizes = read_padded_file(folder)
+    settings = msgspec.json.encode([file, sizes])
+    return PaddedImages(
+        placeholder=read_json(folder / "config.json", _Kimi).image_token_id,
+        sizes=sizes,
+        processing=hashlib.sha256(b"padded\0" + settings).digest(),
+    )
+
+
+def read_padded_file(folder: Path) -> tuple[PixelFields, PaddedSizes]:
+    """Read how the preprocessor of a Kimi K2.5 model scales images.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the tower.
+    """
+    found = image_processor_file(folder)
+    file, read = found.file, found.read(_PaddedFile)
+    tower = read_json(folder / "config.json", _Kimi).vision_config
+    made, taken = (read.merge_size, read.merge_size), tower.merge_kernel_size
+    if read.patch_size != tower.patch_size or made != taken:
+        raise ConfigError(
+            f"{file}: makes patches of {read.patch_size} pixels, {read.merge_size} an edge of a "
+            f"token; the tower takes {tower.patch_size} and {' x '.join(map(str, taken))}"
+        )
+    if not read.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
+    if read.size.max_height != read.size.max_width:
+        raise ConfigError(f"{file}: size: max_height and max_width must be equal")
+    sizes = PaddedSizes(
+        patch=read.patch_size,
+        merge=read.merge_size,
+        patches_max=read.max_patches,
+        side_max=read.size.max_height,
+    )
+    return read, sizes

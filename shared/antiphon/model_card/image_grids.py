@@ -279,7 +279,74 @@ class RowImages(VisionBase, frozen=True, kw_only=True):
         return _scaled_within(self, limits)
 
 
-Scaled = TypeVar("Scaled", GridImages, RowImages)
+class PaddedSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How Kimi K2.5's preprocessor scales images down, in their shape, and pads them to tokens.
+
+    Attributes:
+        patch: Edge of a patch, in pixels.
+        merge: Edge of the square of patches that becomes a token, in patches.
+        patches_max: Of an image, roughly.
+        side_max: Of the longer edge of an image, in patches.
+    """
+
+    patch: Size
+    merge: Size
+    patches_max: Size
+    side_max: Size
+
+    @property
+    def edge(self) -> int:
+        """Edge of a token, in pixels."""
+        return self.patch * self.merge
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of an image, at most, or nearly so: its edges are rounded up."""
+        side = math.ceil(self.side_max / self.merge)
+        return min(side**2, self.patches_max // self.merge**2 + 2 * side + 1)
+
+    def within(self, limits: PixelLimits) -> PaddedSizes:
+        """These sizes within the limits of a request.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        most = self.patches_max
+        if limits.low:
+            most = min(most, max(1, LOW_PIXELS // self.patch**2))
+        return msgspec.structs.replace(self, patches_max=most)
+
+    def content(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of the scaled image, without the padding."""
+        patches = max(1, width // self.patch) * max(1, height // self.patch)
+        side = self.side_max * self.patch
+        scale = min(1.0, math.sqrt(self.patches_max / patches), side / height, side / width)
+        across, down = (min(max(1, int(edge * scale)), side) for edge in (width, height))
+        return across, down
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of the padded image: whole tokens."""
+        across, down = self.content(width, height)
+        edge = self.edge
+        return math.ceil(across / edge) * edge, math.ceil(down / edge) * edge
+
+
+class PaddedImages(VisionBase, frozen=True, kw_only=True):
+    """An image has the rows and columns of tokens of its padded size, in a line: Kimi K2.5."""
+
+    sizes: PaddedSizes
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        across, down = self.sizes.scaled(width, height)
+        return (across // self.sizes.edge * (down // self.sizes.edge),)
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _scaled_within(self, limits)
+
+
+Scaled = TypeVar("Scaled", GridImages, RowImages, PaddedImages)
 
 
 def _scaled_within(card: Scaled, limits: PixelLimits) -> Scaled:

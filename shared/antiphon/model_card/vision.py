@@ -16,8 +16,14 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.area_images import GEMMA4, AreaImages, read_area
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.frame_videos import WORDS_MAX, FrameVideos
-from antiphon.model_card.grid_files import GRIDS, read_grid
-from antiphon.model_card.image_grids import GridImages, GridVideos, RowImages, RowSizes
+from antiphon.model_card.grid_files import GRIDS, KIMI_K25, read_grid, read_padded
+from antiphon.model_card.image_grids import (
+    GridImages,
+    GridVideos,
+    PaddedImages,
+    RowImages,
+    RowSizes,
+)
 from antiphon.model_card.image_tiles import (
     AnyresTiling,
     AspectTiling,
@@ -60,6 +66,7 @@ VisionCard = (
     | GridImages
     | RowImages
     | AreaImages
+    | PaddedImages
     | ComparedImages
 )
 """How a model takes images."""
@@ -392,7 +399,7 @@ class _PanAndScan(msgspec.Struct, frozen=True):
 
 SEEING = (
     *("llava", MISTRAL3, *ANYRES, GEMMA3, GEMMA4, INTERN, LLAMA4),
-    *(*IDEFICS, *GRIDS, *TWO_TOWERS),
+    *(*IDEFICS, *GRIDS, KIMI_K25, *TWO_TOWERS),
 )
 """Types of models whose images are served."""
 
@@ -408,6 +415,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return None
     if kind in GRIDS:
         return read_grid(folder)
+    if kind == KIMI_K25:
+        return read_padded(folder)
     if has_rows(folder):
         return _read_rows(folder)
     if kind == GEMMA3:

@@ -91,6 +91,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
+    "Kimi_K25ForConditionalGeneration": DEEPSEEK_V3,
     "Llama4ForConditionalGeneration": LLAMA4,
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,
