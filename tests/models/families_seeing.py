@@ -29,11 +29,12 @@ INTERLEAVED = (6, 5, 5)
 def seeing(
     text: str,
     architecture: type[transformers.PreTrainedModel],
+    own: Mapping[str, object] | None = None,
     **vision: object,
 ) -> Row:
-    """The row of a model whose text part is that of another row."""
+    """The row of a model whose text part is that of another row, but for its own fields."""
     row = BY_NAME[text]
-    within = {"model_type": row.config.model_type, **row.sizes, **row.fields}
+    within = {"model_type": row.config.model_type, **row.sizes, **row.fields, **(own or {})}
     return replace(
         row,
         name=f"{text} that sees",
@@ -116,6 +117,11 @@ ROWS = (
             projector_output_dim=32,
         )
         for text in ("llama4", "llama4 with two experts a token and no norms of heads")
+    ),
+    replace(
+        # The eps is that of the row with experts, for the same reason.
+        seeing("qwen3.5", transformers.MiniCPMV4_6ForConditionalGeneration, {"rms_norm_eps": 1e-3}),
+        name="qwen3.5 that sees slices, in minicpm-v",
     ),
     replace(
         seeing("deepseek-v3", transformers.Kimi_K25ForConditionalGeneration),

@@ -15,6 +15,7 @@ from tests.support.kimi_k25 import write_kimi_k25
 from tests.support.llama4 import write_llama4
 from tests.support.llava import TEXT, picture, write_llava
 from tests.support.llava_next import write_llava_next, write_llava_onevision
+from tests.support.minicpm_v import write_minicpm_v
 from tests.support.pixtral import write_mistral3, write_pixtral
 from tests.support.qwen_vl import (
     write_glm4v,
@@ -60,9 +61,10 @@ FAMILIES = {
     "paddleocr-vl": write_paddleocr_vl,
     "llama4": write_llama4,
     "kimi-k2.5": write_kimi_k25,
+    "minicpm-v": write_minicpm_v,
 }
 GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v", "paddleocr-vl")
-MARKED = ("smolvlm", "llama4", "pixtral", "mistral3")
+MARKED = ("smolvlm", "llama4", "pixtral", "mistral3", "minicpm-v")
 """Those with tokens of text among the placeholders of an image."""
 WIDTH, HEIGHT = 200, 60
 

@@ -12,6 +12,7 @@ from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.tensor_files import TensorFiles
 from antiphon.model_card.image_grids import GridSizes
+from antiphon.model_card.image_tiles import SliceTiling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
-    *("visual_projection.", "projector.", "mlp_AR.", "embed_vision."),
+    *("visual_projection.", "projector.", "mlp_AR.", "embed_vision.", "model.merger."),
 )
 """Names of what encoders read, or where they begin."""
 
@@ -34,7 +35,9 @@ def opened(folder: Path) -> VisionModel:
 def embedding(model: VisionModel, data: bytes) -> NDArray[np.float32]:
     """The rows of an image, (T, C)."""
     made = model.embed(model.preprocess.decoded(data))
-    if not isinstance(model.preprocess.recipe.grid, GridSizes):  # a narrow one may have more
+    recipe = model.preprocess.recipe
+    if not isinstance(recipe.grid or recipe.tiling, GridSizes | SliceTiling):
+        # Of these a narrow one may have more.
         assert len(made.data) <= model.embedding_bytes
     return np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
 
@@ -87,7 +90,7 @@ def check_every_tensor(
 
 def _own(name: str) -> str:
     """What a tensor is called where it is read."""
-    for part in ("model.", "projector.", "mm_projector.", "mlp_AR."):
+    for part in ("model.", "projector.", "mm_projector.", "mlp_AR.", "merger."):
         name = name.removeprefix(part)
     for part in ("visual.", "vision_tower.", "vision_model."):
         name = name.rpartition(part)[2]

@@ -41,7 +41,8 @@ def _frames(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]
 class Seeing:
     """`inputs` are what transformers is given beside ids.
 
-    They are made of frames (F, 3, H, W) an image, and which tokens are placeholders (1, T).
+    They are made of frames (F, 3, H, W) an image, or of frames of each size of an image that has
+    several, and which tokens are placeholders (1, T).
     """
 
     stack: Stack
@@ -102,7 +103,8 @@ class Seeing:
     ) -> Tensor:
         """What transformers samples each output token from, (O, V)."""
         decoded = [self.preprocess.decoded(image, limits=limits) for image in images]
-        frames = [torch.as_tensor(self.preprocess.normalized(each.pixels)) for each in decoded]
+        parts = [part for each in decoded for part in self.preprocess.frames(each)]
+        frames = [torch.as_tensor(part) for part in parts]
         ids = torch.tensor([prompt + output])
         inputs = self.inputs(frames, ids == self.placeholder) if frames else {}
         with torch.inference_mode():

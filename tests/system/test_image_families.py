@@ -16,6 +16,7 @@ from tests.support.kimi_k25 import write_kimi_k25
 from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
+from tests.support.minicpm_v import slices_in_a_row, write_minicpm_v
 from tests.support.pixtral import batched, write_mistral3
 from tests.support.qwen_vl import (
     patches,
@@ -53,6 +54,11 @@ def grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
 
 def rows_of_grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
     return {**rows_of_patches(images), "mm_token_type_ids": placeholders.int()}
+
+
+def slices(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    del placeholders
+    return slices_in_a_row(images)
 
 
 def lines_of_grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
@@ -144,6 +150,12 @@ FAMILIES = {
         lines_of_grids,
         ("--batching-chunk-tokens", "24"),
     ),
+    "minicpm-v": Family(
+        write_minicpm_v,
+        transformers.MiniCPMV4_6ForConditionalGeneration,
+        slices,
+        ("--batching-chunk-tokens", "24"),
+    ),
     "internvl": Family(
         write_internvl,
         transformers.InternVLForConditionalGeneration,
@@ -185,13 +197,13 @@ FAMILIES = {
     ),
 }
 LONG = (
-    *("internvl", "kimi-k2.5", "llama4", "llava-next", "mistral3", "paddleocr-vl", "qwen3-vl"),
-    "gemma4",
+    *("internvl", "kimi-k2.5", "llama4", "llava-next", "minicpm-v", "mistral3", "paddleocr-vl"),
+    *("qwen3-vl", "gemma4"),
 )
 """Those whose tiles and rows other tests compare, below the services that are the same for all.
 
 Qwen3-VL sees videos through the services, too."""
-CUT = ("smolvlm", "internvl", "llama4", "llava-next")
+CUT = ("smolvlm", "internvl", "llama4", "llava-next", "minicpm-v")
 """Those that cut images to tiles: of low detail they are one."""
 
 

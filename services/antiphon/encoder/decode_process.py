@@ -33,6 +33,8 @@ from antiphon.wire.errors import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from antiphon.config.settings import EncoderConfig
     from antiphon.wire.claim import AudioWindow
 
@@ -60,16 +62,31 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     audio: AudioFeatures | None = None
 
 
+class _Frames(msgspec.Struct, frozen=True):
+    """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels."""
+
+    data: memoryview
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pixels: NDArray[np.uint8]) -> _Frames:
+        return cls(pixels.reshape(-1).data, pixels.shape)
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.data, np.uint8).reshape(self.shape)
+
+
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
-    """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels.
+    """The frames of a medium, and all of an image that is cut to slices.
 
     `width` and `height` are those of the image. The data are not copied where they are decoded.
     """
 
-    data: memoryview
-    shape: tuple[int, int, int, int]
+    frames: _Frames
     width: int
     height: int
+    overview: _Frames | None = None
 
 
 class _Features(msgspec.Struct, frozen=True, tag=True):
@@ -124,8 +141,9 @@ class DecodeProcesses:
         pool, kind = (self.videos, "video") if video else (self.images, "image")
         outcome = await self._outcome(pool, kind, image, job, timeout_s)
         assert isinstance(outcome, _Pixels), "a job of pixels"
-        pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
-        return DecodedImage(pixels, outcome.width, outcome.height, video=video)
+        overview = None if outcome.overview is None else outcome.overview.pixels
+        size = outcome.width, outcome.height
+        return DecodedImage(outcome.frames.pixels, *size, video=video, overview=overview)
 
     async def decode_audio(
         self, file: bytes | bytearray, window: AudioWindow, *, timeout_s: float
@@ -211,9 +229,9 @@ def main(arguments: list[str]) -> None:
                 image = videos.decoded(data[begin:], *size, job.video, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
-        shape = image.pixels.shape
-        result = _Pixels(image.pixels.reshape(-1).data, shape, image.width, image.height)
-        return msgspec.msgpack.encode(result)
+        overview = None if image.overview is None else _Frames.of(image.overview)
+        frames = _Frames.of(image.pixels)
+        return msgspec.msgpack.encode(_Pixels(frames, image.width, image.height, overview))
 
     serve(work, parent_pid, memory_bytes_max)
 

@@ -7,7 +7,8 @@ Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
 Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
 Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006; Cui et al. 2025,
-arXiv:2510.14528 (PaddleOCR-VL); Kimi Team 2025, arXiv:2504.07491, section 2.1 (MoonViT).
+arXiv:2510.14528 (PaddleOCR-VL); Kimi Team 2025, arXiv:2504.07491, section 2.1 (MoonViT);
+Yao et al. 2024, arXiv:2408.01800 (MiniCPM-V).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 
 if TYPE_CHECKING:
     from antiphon.encoder.linear import Linear
+
+
+EARLY = 2
+"""Edge of the windows that are merged behind an inner layer, in patches."""
 
 
 class GridNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,10 +98,12 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         gated: Feed-forward blocks with a gate, and RMS norms; else two linears and layer norms.
         biases: Whether the linears of layers have any.
         eps: Of the norms.
+        base: Of the frequencies by which heads are rotated; None: they are not.
         window: Edge of the windows that patches attend within, in tokens; 0: there are none.
         whole_layers: Layers that attend to the whole image all the same.
         side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
-        sampled: How those positions are scaled, pixels at their middles; None: between their ends.
+        sampled: How those positions are scaled, pixels at their middles, or which one is taken, by
+            where a patch begins; None: between their ends.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
         published: Names in files as they were published, of models that have others, too.
@@ -104,10 +111,13 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         by_turns: Pairs of a head go by column and row by turns; else the first half by row.
         projector: Of Mistral's models, what is behind the tower instead of a merger.
         gated_merger: Width of GLM-4V's merger, which has a gate; 0: another one.
+        early_merge: Of MiniCPM-V, the layer behind which each window of two patches an edge becomes
+            one of the same width; None: there is none.
         second_eps: Of PaddleOCR-VL and Kimi K2.5, that of a second norm before the merger, which is
             a projector.
         area: What Gemma 4's tower has of its own: norms behind blocks, of heads and of values,
             learned positions of rows and of columns, and pixels from -1 to 1.
+        row_eps: Of MiniCPM-V, that of a norm of the patches of a token as one row, in its merger.
     """
 
     width: int
@@ -118,7 +128,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch: int
     merge: int
     frames: int
-    base: float
+    base: float | None
     activation: VisionActivation
     gated: bool
     biases: bool = True
@@ -126,7 +136,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
     side: int = 0
-    sampled: Literal["bilinear", "bicubic"] | None = None
+    sampled: Literal["nearest", "bilinear", "bicubic"] | None = None
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
@@ -135,8 +145,15 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     by_turns: bool = False
     projector: ProjectorSpec | None = None
     gated_merger: int = 0
+    early_merge: int | None = None
     second_eps: float | None = None
     area: AreaSpec | None = None
+    row_eps: float | None = None
+
+    @property
+    def last_merge(self) -> int:
+        """Edge of the square of what the last layer computes that becomes a token."""
+        return self.merge if self.early_merge is None else self.merge // EARLY
 
     @property
     def head(self) -> int:
@@ -170,8 +187,9 @@ class GridNorm:
 class MergerWeights:
     """What makes a token of its patches; norms, one after the other, are of each, or of all as one.
 
-    `merge` (C, C * merge * merge) makes one patch of those of a token, by channel. With a
-    `gate_up` what `first` and `inner` make is gated.
+    `row_norm` is of all patches of a token as one row, behind those of each. `merge`
+    (C, C * merge * merge) makes one patch of those of a token, by channel. With a `gate_up` what
+    `first` and `inner` make is gated.
     """
 
     norms: tuple[GridNorm, ...]
@@ -180,6 +198,22 @@ class MergerWeights:
     merge: Linear | None = None
     inner: GridNorm | None = None
     gate_up: Linear | None = None
+    row_norm: GridNorm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyMergerWeights:
+    """Attention within windows of patches, and a block that makes one of each, of the same width.
+
+    `first` and `second` are behind the norm of all patches of a window as one row.
+    """
+
+    norm: GridNorm
+    qkv: Linear
+    out: Linear
+    row_norm: GridNorm
+    first: Linear
+    second: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +254,7 @@ class GridTowerWeights:
     layers: tuple[TowerLayer, ...]
     merger: MergerWeights | PoolWeights
     tapped: tuple[MergerWeights, ...]
+    early: EarlyMergerWeights | None = None
 
 
 class GridTower:
@@ -231,12 +266,23 @@ class GridTower:
     def __init__(self, spec: GridTowerSpec, weights: GridTowerWeights) -> None:
         self.spec = spec
         self._weights = weights
-        self._layers = TowerLayers(
-            weights.layers,
+        early = spec.early_merge
+        cut = spec.layers if early is None else early + 1
+        self._layers = self._stack(range(cut))
+        self._upper = self._stack(range(cut, spec.layers)) if cut < spec.layers else None
+        self._within: Tensor | slice = slice(None)  # which order a token's patches have
+        if early is not None:  # window by window
+            rows = torch.arange(spec.merge**2).view(-1, EARLY, spec.last_merge, EARLY)
+            self._within = rows.transpose(1, 2).flatten()
+
+    def _stack(self, numbers: range) -> TowerLayers:
+        spec = self.spec
+        return TowerLayers(
+            [self._weights.layers[number] for number in numbers],
             heads=spec.heads,
             activation=ACTIVATIONS[spec.activation],
             eps=spec.eps,
-            divisions=[int(spec.windows_of(number)) for number in range(spec.layers)],
+            divisions=[int(spec.windows_of(number)) for number in numbers],
             taps=spec.taps,
             head=None if spec.area is None else spec.area.head,
         )
@@ -260,16 +306,24 @@ class GridTower:
                 learned = weights.positions[0, column] + weights.positions[1, row]
             elif spec.sampled is None:
                 learned = self._learned(weights.positions, rows, columns, order)
+            elif spec.sampled == "nearest":
+                learned = self._nearest(weights.positions, rows, columns, order)
             else:
                 learned = self._sampled(weights.positions, rows, columns, order, spec.sampled)
             x = x + learned
         parts = [len(window) * spec.merge**2 for window in windows]
-        streams = self._layers(x, ([len(x)], parts), self._angles(rows, columns, order))
-        squares = streams.last.view(len(order), -1, spec.width)
+        turns = None if spec.base is None else self._angles(rows, columns, order, spec.base)
+        streams = self._layers(x, ([len(x)], parts), turns)
+        last = streams.last
+        if weights.early is not None:
+            last = _merged_early(last, spec.heads, weights.early)
+            if self._upper is not None:
+                last = self._upper(last, ([len(last)],)).last
         if isinstance(weights.merger, PoolWeights):
-            made = [weights.merger(squares)]
+            made = [weights.merger(last.view(len(order), -1, spec.width))]
         else:
-            made = [_merged(_normed(squares, weights.merger), weights.merger)]
+            squares = _normed(last, weights.merger).view(len(order), -1, spec.width)
+            made = [_merged(squares, weights.merger)]
         for stream, merger in zip(streams.tapped, weights.tapped, strict=True):
             made.append(_merged(_normed(stream.view(len(order), -1), merger), merger))
         return torch.cat(made, dim=-1)[torch.argsort(order)][None]
@@ -287,9 +341,10 @@ class GridTower:
         """Cut into patches: (3, height, width)  ->  (T, merge * merge, 3 * patch * patch)."""
         merge, patch = self.spec.merge, self.spec.patch
         cut = pixels.view(3, rows, merge, patch, columns, merge, patch)
-        return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, merge * merge, -1)
+        tokens = cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, merge * merge, -1)
+        return tokens[:, self._within]
 
-    def _angles(self, rows: int, columns: int, order: Tensor) -> tuple[Tensor, Tensor]:
+    def _angles(self, rows: int, columns: int, order: Tensor, base: float) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row.
 
         Gemma 4's are (P, 1, 2, D / 2): half of a head is turned by column, and half by row.
@@ -298,7 +353,7 @@ class GridTower:
         size = spec.head // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32)
         of_columns = exponents + 1 if spec.alternating else exponents
-        frequencies = 1.0 / spec.base ** (torch.stack((exponents, of_columns)) / size)
+        frequencies = 1.0 / base ** (torch.stack((exponents, of_columns)) / size)
         places = self._places(rows, columns, order).float()
         angles = places[..., None] * frequencies[:, None]  # (2, P, D / 4)
         if spec.area is not None:
@@ -317,7 +372,7 @@ class GridTower:
             torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
         )
         tokens = grid.view(2, rows, merge, columns, merge).transpose(2, 3).flatten(1, 2)
-        return tokens.flatten(2)[:, order].flatten(1)
+        return tokens.flatten(2)[:, order][..., self._within].flatten(1)
 
     def _learned(self, table: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
         """Learned positions of patches (P, C): the square's ends lie on those of the image."""
@@ -331,6 +386,15 @@ class GridTower:
             for column, by_column in ((low[1], 1 - part[1]), (high[1], part[1])):
                 learned = learned + table[row * side + column] * (by_row * by_column)[:, None]
         return learned
+
+    def _nearest(self, table: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
+        """Learned positions of patches (P, C): those at whose places patches begin, in float32."""
+        side, edges = self.spec.side, torch.tensor([[rows], [columns]]) * self.spec.merge
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        down, across = torch.bucketize(
+            self._places(rows, columns, order) / edges, borders, right=True
+        )
+        return table[down * side + across]
 
     def _sampled(self, table: Tensor, rows: int, columns: int, order: Tensor, mode: str) -> Tensor:
         """Learned positions of patches (P, C): its edges lie on those of the image."""
@@ -352,6 +416,7 @@ def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
     """The tokens of squares of patches: (T, merge * merge, C), or flat  ->  (T, hidden)."""
     if merger.merge is None:
         squares = squares.flatten(1)
+        squares = squares if merger.row_norm is None else merger.row_norm(squares)
     else:
         squares = merger.merge(squares.transpose(1, 2).flatten(1))
     wide = merger.first(squares)
@@ -360,6 +425,17 @@ def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
         gate, up = merger.gate_up(wide).chunk(2, dim=-1)
         wide = F.silu(gate) * up
     return merger.second(wide)
+
+
+def _merged_early(x: Tensor, heads: int, merger: EarlyMergerWeights) -> Tensor:
+    """One of each window of patches, which follow each other: (P, C)  ->  (P / 4, C)."""
+    windows, size = len(x) // EARLY**2, EARLY**2
+    heads_of = merger.qkv(merger.norm(x)).view(windows, size, 3, heads, -1)
+    q, k, v = heads_of.permute(2, 0, 3, 1, 4)  # each (windows, heads, size, D)
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+    patches = (x + merger.out(mixed)).view(windows, size, -1)
+    wide = F.gelu(merger.first(merger.row_norm(patches.flatten(1))), approximate="tanh")
+    return merger.second(wide) + patches.mean(dim=1)
 
 
 def _windows(rows: int, columns: int, edge: int) -> list[Tensor]:

@@ -13,7 +13,9 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.grid_tower import (
+    EARLY,
     AreaSpec,
+    EarlyMergerWeights,
     GridNames,
     GridNorm,
     GridTowerSpec,
@@ -28,7 +30,7 @@ from antiphon.encoder.tower_layers import TowerLayer
 from antiphon.model_card.area_images import GEMMA4
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, KIMI_K25, PADDLEOCR, QWEN35S
-from antiphon.model_card.vision import MISTRAL3
+from antiphon.model_card.vision import MINICPM, MISTRAL3, MiniCpmFields, MiniCpmTower
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,18 +301,7 @@ class _OcrConfig(_OcrText):
             sampled="bilinear",
             patch_bias=True,
             second_eps=1e-5,
-            names=GridNames(
-                patch="embeddings.patch_embedding",
-                positions="embeddings.position_embedding.weight",
-                layer="encoder.layers.{}",
-                norm1="layer_norm1",
-                qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                out="self_attn.out_proj",
-                norm2="layer_norm2",
-                norm_after="post_layernorm",
-                first="linear_1",
-                second="linear_2",
-            ),
+            names=SIGLIP_NAMES,
         )
 
 
@@ -467,6 +458,61 @@ class _KimiConfig(msgspec.Struct):
         )
 
 
+class _MiniCpmTower(MiniCpmTower, frozen=True):
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
+    layer_norm_eps: float = 1e-6
+    window_kernel_size: tuple[Size, ...] = (2, 2)
+
+
+class _MiniCpmText(msgspec.Struct, frozen=True):
+    hidden_size: Size = 4096
+
+
+class _MiniCpmConfig(MiniCpmFields, frozen=True):
+    insert_layer_id: int = 6
+    vision_config: _MiniCpmTower = msgspec.field(default_factory=_MiniCpmTower)
+    text_config: _MiniCpmText = msgspec.field(default_factory=_MiniCpmText)
+
+    def spec(self, file: Path) -> GridTowerSpec:
+        tower = self.vision_config
+        image, patch = tower.edges(file)
+        windows = (EARLY, EARLY)
+        if (self.merge_kernel_size, tower.window_kernel_size) != (windows, windows):
+            raise ConfigError(f"{file}: merge_kernel_size, window_kernel_size: must be [2, 2]")
+        if self.merger_times != 1:
+            raise ConfigError(f"{file}: merger_times = {self.merger_times}: must be 1")
+        early = self.insert_layer_id if self.downsample_mode == "16x" else None
+        if early is not None and not 0 <= early < tower.num_hidden_layers:
+            raise ConfigError(
+                f"{file}: insert_layer_id = {early}: must be one of {tower.num_hidden_layers} "
+                "layers"
+            )
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=self.text_config.hidden_size,
+            layers=tower.num_hidden_layers,
+            heads=tower.num_attention_heads,
+            patch=patch,
+            merge=self.merge,
+            frames=0,
+            base=None,
+            activation=tower.hidden_act,
+            gated=False,
+            eps=tower.layer_norm_eps,
+            side=image // patch,
+            sampled="nearest",
+            patch_bias=True,
+            early_merge=early,
+            row_eps=1e-6,
+            names=SIGLIP_NAMES,
+        )
+
+
 PIXTRAL_NAMES = GridNames(
     patch="patch_conv",
     norm_before="ln_pre",
@@ -478,6 +524,19 @@ PIXTRAL_NAMES = GridNames(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
+SIGLIP_NAMES = GridNames(
+    patch="embeddings.patch_embedding",
+    positions="embeddings.position_embedding.weight",
+    layer="encoder.layers.{}",
+    norm1="layer_norm1",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    norm2="layer_norm2",
+    norm_after="post_layernorm",
+    first="linear_1",
+    second="linear_2",
+)
+"""With the names of linears behind it in PaddleOCR-VL and MiniCPM-V."""
 _TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower | _GlmTower]] = {
     **dict.fromkeys(GLMS, _GlmTower),
     "qwen2_vl": _Qwen2Tower,
@@ -509,6 +568,8 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
         return read_json(file, _Gemma4Config).spec(file)
     elif config.model_type == KIMI_K25:
         spec = read_json(file, _KimiConfig).spec(file)
+    elif config.model_type == MINICPM:
+        spec = read_json(file, _MiniCpmConfig).spec(file)
     else:
         spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):
@@ -555,6 +616,10 @@ def read_grid_weights(
             last = "embed_vision.embedding_projection.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
             merger = _pool(files, behind.read(last, spec.hidden, width), spec, spec.area)
+        elif spec.row_eps is not None:
+            first = "mlp.0.pre_norm.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
+            merger = _row_normed_merger(files, behind, spec, spec.row_eps)
         elif spec.projector is None:
             merger = _merger(files, "merger", spec, width)
         else:
@@ -572,6 +637,7 @@ def read_grid_weights(
             layers=tuple(_layer(files, names.layer.format(i), spec) for i in range(spec.layers)),
             merger=merger,
             tapped=tuple(_merger(files, name, spec, wide) for name in lists),
+            early=None if spec.early_merge is None else _early_merger(files, spec),
         )
 
 
@@ -655,6 +721,34 @@ def _pool(
     if own.standardized:
         shift, factor = (files.read(name, spec.width) for name in ("std_bias", "std_scale"))
     return PoolWeights(shift, factor, spec.eps, files.linear(Affine(projection, None)))
+
+
+def _row_normed_merger(
+    files: TensorFiles, behind: TensorFiles, spec: GridTowerSpec, eps: float
+) -> MergerWeights:
+    """MiniCPM-V's: the norm of the tower, and one of the patches of a token as a row."""
+    names, wide = spec.names, spec.width * spec.last_merge**2
+    own = behind.affine("mlp.0.pre_norm", wide)
+    return MergerWeights(
+        norms=(_norm(files, names.norm_after, spec, spec.width),),
+        row_norm=GridNorm(own.weight, own.bias, eps),
+        first=behind.linear(behind.affine(f"mlp.0.{names.first}", wide, wide)),
+        second=behind.linear(behind.affine(f"mlp.0.{names.second}", spec.hidden, wide)),
+    )
+
+
+def _early_merger(files: TensorFiles, spec: GridTowerSpec) -> EarlyMergerWeights:
+    names, width, patches = spec.names, spec.width, EARLY**2
+    qkv = (files.affine(f"vit_merger.{part}", width, width) for part in names.qkv)
+    wide = patches * spec.intermediate
+    return EarlyMergerWeights(
+        norm=_norm(files, f"vit_merger.{names.norm1}", spec, width),
+        qkv=files.linear(*qkv),
+        out=files.linear(files.affine(f"vit_merger.{names.out}", width, width)),
+        row_norm=_norm(files, "vit_merger.pre_norm", spec, patches * width),
+        first=files.linear(files.affine("vit_merger.linear_1", wide, patches * width)),
+        second=files.linear(files.affine("vit_merger.linear_2", width, wide)),
+    )
 
 
 def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:

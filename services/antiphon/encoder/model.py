@@ -39,6 +39,7 @@ from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.area_images import AreaImages
 from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.image_grids import GridImages, PaddedImages, RowImages
+from antiphon.model_card.image_tiles import SlicedImages, SliceTiling
 from antiphon.model_card.vision import read_vision, videos_of
 from antiphon.resolve.device import detect_device
 
@@ -292,18 +293,23 @@ class VisionModel:
         """Size of an image's embedding, at most, or nearly so."""
         recipe, spec = self.preprocess.recipe, self.tower.spec
         if isinstance(spec, GridTowerSpec):
-            assert recipe.grid is not None, "a recipe of this tower"
-            return recipe.grid.tokens_max * self.width * 4
+            sizes = recipe.tiling if isinstance(recipe.tiling, SliceTiling) else recipe.grid
+            assert sizes is not None, "a recipe of this tower"
+            return sizes.tokens_max * self.width * 4
         rows = recipe.frames_max * spec.tokens
         return (rows if self.packing is None else self.packing.rows_max) * self.width * 4
 
     def embed(self, image: DecodedImage) -> CachedEmbedding:
         """Embed an image that `preprocess` has decoded."""
-        states = self._states(self.preprocess.normalized(image.pixels))
+        parts = self.preprocess.frames(image)
+        if isinstance(self.tower, GridTower):
+            # Each frame is an image to it: several at once are those of a video.
+            parts = [frame[None] for part in parts for frame in part]
+        states = [self._states(part) for part in parts]
         if self.packing is None:
-            embedding = states.flatten(0, 1)  # (F * T, C)
+            embedding = torch.cat([each.flatten(0, 1) for each in states])  # (rows, C)
         else:
-            embedding = self.packing(states, image.width, image.height)
+            embedding = self.packing(states[0], image.width, image.height)
         return CachedEmbedding.of(embedding.numpy())
 
     def steps(self, medium: DecodedImage | DecodedAudio) -> Iterator[CachedEmbedding | None]:
@@ -345,7 +351,8 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     """
     set_threads(settings)
     pixels_max, dtype = settings.encoder.pixels_max, settings.model.dtype
-    if isinstance(read_vision(folder), GridImages | RowImages | AreaImages | PaddedImages):
+    keeping_shape = GridImages | RowImages | AreaImages | PaddedImages | SlicedImages
+    if isinstance(read_vision(folder), keeping_shape):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
         tower, videos = GridTower(grids, read_grid_weights(folder, grids, dtype)), None

@@ -17,7 +17,13 @@ from antiphon.model_card.image_grids import (
     PaddedSizes,
     RowSizes,  # likewise
 )
-from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
+from antiphon.model_card.image_tiles import (
+    AnyresTiling,
+    AspectTiling,
+    CanvasTiling,
+    SliceTiling,
+    Tiling,
+)
 from antiphon.model_card.images import check_unscaled
 from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
@@ -60,12 +66,16 @@ Image.MAX_IMAGE_PIXELS = None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """The frames (F, H, W, 3) of an image or a video, and its own size in pixels, upright."""
+    """The frames (F, H, W, 3) of an image or a video, and its own size in pixels, upright.
+
+    Of an image that is cut to slices, `overview` (1, H', W', 3) is all of it, before them.
+    """
 
     pixels: NDArray[np.uint8]
     width: int
     height: int
     video: bool = False
+    overview: NDArray[np.uint8] | None = None
 
 
 class Preprocessor:
@@ -81,13 +91,19 @@ class Preprocessor:
         self._std = self._rounded(np.array(recipe.std, dtype=np.float32))
 
     def __call__(self, data: bytes | bytearray) -> NDArray[np.float32]:
-        """Return the frames of an image as (F, 3, size, size), in RGB order.
+        """Return the frames of an image as (F, 3, size, size), in RGB order: all are of one size.
 
         Raises:
             InvalidRequest: It is not an image of one of `FORMATS`, or it is too narrow.
             RequestTooLarge: The image has too many pixels.
         """
-        return self.normalized(self.decoded(data).pixels)
+        (frames,) = self.frames(self.decoded(data))
+        return frames
+
+    def frames(self, image: DecodedImage) -> list[NDArray[np.float32]]:
+        """Scale and normalize the frames of an image, those of one size together: (F, 3, H, W)."""
+        parts = [image.pixels] if image.overview is None else [image.overview, image.pixels]
+        return [self.normalized(part) for part in parts]
 
     def decoded(
         self,
@@ -112,7 +128,10 @@ class Preprocessor:
                 param="image",
             )
         frames = [np.asarray(frame, dtype=np.uint8) for frame in self.fitted(image, limits)]
-        return DecodedImage(np.stack(frames), image.width, image.height)
+        overview = None
+        if frames[0].shape != frames[-1].shape:
+            overview, frames = frames[0][None], frames[1:]
+        return DecodedImage(np.stack(frames), image.width, image.height, overview=overview)
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
@@ -171,6 +190,9 @@ class Preprocessor:
                 return _padded(image, tiling, filter_)
             case CanvasTiling() as tiling:
                 return _on_canvas(image, tiling, filter_)
+            case SliceTiling() as tiling:
+                self._check_scaled(image, tiling.slices(*image.size))
+                return _slices(image, tiling, filter_)
             case None:
                 pass
         if isinstance(recipe.grid, PaddedSizes):
@@ -182,13 +204,16 @@ class Preprocessor:
         if short is None:
             return [image.resize((size, size), filter_)]
         width, height = (short * edge // min(image.size) for edge in image.size)
-        if width * height > self._pixels_max:
+        self._check_scaled(image, (width, height))
+        left, top = (width - size) // 2, (height - size) // 2
+        return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
+
+    def _check_scaled(self, image: Image.Image, size: tuple[int, int]) -> None:
+        if size[0] * size[1] > self._pixels_max:
             # An image a few pixels wide and millions long would be resized to billions of pixels.
             raise InvalidRequest(
                 f"an image of {image.width} x {image.height} pixels is too narrow", param="image"
             )
-        left, top = (width - size) // 2, (height - size) // 2
-        return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
 
 
 def _tiles(image: Image.Image, tiling: Tiling, filter_: int) -> list[Image.Image]:
@@ -232,9 +257,24 @@ def _on_canvas(image: Image.Image, tiling: CanvasTiling, filter_: int) -> list[I
     return tiles if len(tiles) == 1 else [*tiles, image.resize((edge, edge), filter_)]
 
 
-def _cut(image: Image.Image, columns: int, rows: int, edge: int) -> list[Image.Image]:
-    corners = [(edge * x, edge * y) for y in range(rows) for x in range(columns)]
-    return [image.crop((x, y, x + edge, y + edge)) for x, y in corners]
+def _slices(image: Image.Image, tiling: SliceTiling, filter_: int) -> list[Image.Image]:
+    """Scale an image to one frame, and to slices, row by row, if it is cut."""
+    columns, rows = tiling.grid(*image.size)
+    whole = image.resize(tiling.whole(*image.size), filter_)
+    if columns * rows == 1:
+        return [whole]
+    across, down = tiling.slices(*image.size)
+    scaled = image.resize((across, down), filter_)
+    return [whole, *_cut(scaled, columns, rows, across // columns, down // rows)]
+
+
+def _cut(
+    image: Image.Image, columns: int, rows: int, width: int, height: int = 0
+) -> list[Image.Image]:
+    """Cut an image to frames of this size, or to squares."""
+    height = height or width
+    corners = [(width * x, height * y) for y in range(rows) for x in range(columns)]
+    return [image.crop((x, y, x + width, y + height)) for x, y in corners]
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -263,7 +303,8 @@ class PreprocessorConfig:
         scale: Factor for every value (0 to 255).
         mean: Subtracted after scaling.
         std: Divisor after that.
-        tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
+        tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio, or into slices
+            of whole tokens of `size`.
         grid: Set: scale the image to whole tokens of `size`, or pad it with black to them, and keep
             its shape.
         sampling: Set: these are the steps of videos, whose frames are chosen so.
@@ -276,7 +317,7 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
-    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | None = None
+    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | SliceTiling | None = None
     grid: GridSizes | RowSizes | AreaSizes | PaddedSizes | None = None
     sampling: Sampling | None = None
     bfloat16: bool = False

@@ -29,9 +29,11 @@ from antiphon.model_card.processor_files import (
 )
 from antiphon.model_card.vision import (
     FRAME_SAMPLINGS,
+    MINICPM,
     has_rows,
     read_frame_sampling,
     read_rows,
+    read_slices,
     read_smol_videos,
 )
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.model_card.area_images import AreaSizes
     from antiphon.model_card.image_grids import GridSizes, PaddedSizes, RowSizes
+    from antiphon.model_card.image_tiles import SliceTiling
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
@@ -116,16 +119,20 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
     Raises:
         ConfigError: It is malformed, or does not fit the tower.
     """
+    kind = read_json(folder / "config.json", ModelKind).model_type
+    if kind == MINICPM:
+        file, tiling = read_slices(folder)
+        return _keeping_shape(file, tiling.edge, tiling=tiling)
     if has_rows(folder):
         file, sizes = read_rows(folder)
-    elif read_json(folder / "config.json", ModelKind).model_type == GEMMA4:
+    elif kind == GEMMA4:
         file, sizes = read_area_file(folder)
-    elif read_json(folder / "config.json", ModelKind).model_type == KIMI_K25:
+    elif kind == KIMI_K25:
         file, sizes = read_padded_file(folder)
     else:
         file = read_grid_file(folder)
         sizes = file.sizes
-    return _keeping_shape(file, sizes)
+    return _keeping_shape(file, sizes.edge, grid=sizes)
 
 
 def read_video_config(folder: Path) -> PreprocessorConfig | None:
@@ -137,20 +144,26 @@ def read_video_config(folder: Path) -> PreprocessorConfig | None:
     if read_json(folder / "config.json", ModelKind).model_type not in VIDEO_GRIDS:
         return None
     file = read_video_file(folder)
-    return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)
+    made = _keeping_shape(file, file.sizes.edge, grid=file.sizes)
+    return replace(made, sampling=file.sampling)
 
 
 def _keeping_shape(
-    file: PixelFields, sizes: GridSizes | RowSizes | AreaSizes | PaddedSizes
+    file: PixelFields,
+    edge: int,
+    *,
+    grid: GridSizes | RowSizes | AreaSizes | PaddedSizes | None = None,
+    tiling: SliceTiling | None = None,
 ) -> PreprocessorConfig:
     return PreprocessorConfig(
-        size=sizes.edge,
+        size=edge,
         short_edge=None,
         resample=file.resample,
         scale=file.rescale_factor if file.do_rescale else 1.0,
         mean=file.image_mean if file.do_normalize else (0.0, 0.0, 0.0),
         std=file.image_std if file.do_normalize else (1.0, 1.0, 1.0),
-        grid=sizes,
+        grid=grid,
+        tiling=tiling,
     )
 
 

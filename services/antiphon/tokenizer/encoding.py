@@ -274,15 +274,18 @@ class TextEncoder:
             InvalidRequest: It cannot be scaled as the request says, or has other rows.
         """
         shown: list[_ShownMedium] = []
+        images = 0
         for index, medium in enumerate(media):
             try:
-                shown.append(self._shown_one(medium))
+                shown.append(self._shown_one(medium, images))
             except InvalidRequest as error:
                 error.param = error.param or f"media.{index}"
                 raise
+            images += _kind(medium) == "image"
         return shown
 
-    def _shown_one(self, medium: MediumHeader) -> _ShownMedium:
+    def _shown_one(self, medium: MediumHeader, images: int) -> _ShownMedium:
+        """What stands for a medium that has so many images before it."""
         words = self.vocabulary
         if medium.audio is not None:
             assert words.audio is not None, "checked by _render"
@@ -291,7 +294,11 @@ class TextEncoder:
             assert words.videos is not None, "checked by _render"
             return _shown_video(words.videos, medium, medium.video)
         assert words.vision is not None, "checked by _render"
-        return _shown_image(words.vision, medium)
+        shown = _shown_image(words.vision, medium)
+        if not words.vision.counted:
+            return shown
+        before = words.vision.counted.format(images)
+        return msgspec.structs.replace(shown, pieces=(before, *shown.pieces))
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""

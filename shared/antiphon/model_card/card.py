@@ -574,6 +574,7 @@ _RECURRENT: dict[str, type[_FalconH1 | _Qwen3Next]] = {
     "Qwen3NextForCausalLM": _Qwen3Next,
     "Qwen3_5ForCausalLM": _Qwen3Next,
     "Qwen3_5MoeForCausalLM": _Qwen3Next,
+    "MiniCPMV4_6ForConditionalGeneration": _Qwen3Next,
     "Qwen3_5ForConditionalGeneration": _Qwen3Next,
     "Qwen3_5MoeForConditionalGeneration": _Qwen3Next,
 }

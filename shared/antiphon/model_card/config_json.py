@@ -52,6 +52,7 @@ MULTIMODAL_ARCHITECTURES = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
@@ -80,7 +81,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "connector.", "image_newline", "projector.", "mlp_AR."),
-    *("embed_vision.", "embed_audio.", "mm_projector."),
+    *("embed_vision.", "embed_audio.", "mm_projector.", "merger."),
 )
 """Prefixes of tensors of towers for media, and of what is behind them."""
 
@@ -260,6 +261,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "InternVLForConditionalGeneration": "qwen2",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "SiglipModel": "siglip_text_model",
 }

@@ -1,4 +1,4 @@
-"""Images that are cut into tiles of one size: which tiles, and what stands for them."""
+"""Images that are cut into tiles: which tiles, and what stands for them."""
 
 from __future__ import annotations
 
@@ -381,7 +381,105 @@ class SeparatedTiles(VisionBase, frozen=True, kw_only=True):
         return (*pieces, f"{before}<|image|>", self.tile_tokens, "<|image_end|>")
 
 
-Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles, SeparatedTiles)
+class SliceTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How MiniCPM-V cuts images: to slices of about one number of pixels, in about their shape.
+
+    All of the image comes first, in another size. Both are whole tokens.
+
+    Attributes:
+        resolution: Edge of a square of as many pixels as an image or a slice has.
+        edge: Of a token, in pixels.
+        most: Slices of an image; 1: it is not cut.
+    """
+
+    resolution: Size
+    edge: Size
+    most: Size
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of an image, at most, or nearly so: sizes are rounded, and narrow ones are up."""
+        return self.frames_max * math.ceil(self.resolution / self.edge) ** 2
+
+    @property
+    def frames_max(self) -> int:
+        """Slices of an image, at most, and all of it."""
+        return 1 + (self.most if self.most > 1 else 0)
+
+    def within(self, limits: PixelLimits) -> SliceTiling:
+        """This tiling within the limits of a request: all of an image is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, most=1) if limits.low else self
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of slices: the shape that is nearest to the image's; 1 and 1: none."""
+        wanted = min(math.ceil(width * height / self.resolution**2), self.most)
+        best, least, shape = (1, 1), math.inf, math.log(width / height)
+        if wanted <= 1:
+            return best
+        for slices in (wanted - 1, wanted, wanted + 1):
+            if not 1 < slices <= self.most:
+                continue
+            for rows in (each for each in range(1, slices + 1) if slices % each == 0):
+                columns = slices // rows
+                distance = abs(shape - math.log(columns / rows))
+                if distance < least or (distance == least and rows > best[1]):
+                    best, least = (columns, rows), distance
+        return best
+
+    def whole(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of all of an image, scaled."""
+        return self._scaled(width, height)
+
+    def slices(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of all slices of an image together, side by side."""
+        columns, rows = self.grid(width, height)
+        across, down = (
+            max(round(edge / count) * count, count) / count
+            for edge, count in ((width, columns), (height, rows))
+        )
+        across, down = self._scaled(across, down)
+        return across * columns, down * rows
+
+    def _scaled(self, width: float, height: float) -> tuple[int, int]:
+        ratio = width / height
+        down = int(self.resolution / math.sqrt(ratio))
+        across = int(down * ratio)
+        edge = self.edge
+        return max(round(across / edge) * edge, edge), max(round(down / edge) * edge, edge)
+
+
+class SlicedImages(VisionBase, frozen=True, kw_only=True):
+    """All of an image has its rows, and each of its slices, between marks: MiniCPM-V."""
+
+    tiling: SliceTiling
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        tiling = self.tiling
+        pieces: list[str | int] = ["<image>", self._tokens(*tiling.whole(width, height))]
+        columns, rows = tiling.grid(width, height)
+        before = "</image>"
+        if columns * rows > 1:
+            tokens = self._tokens(*tiling.slices(width, height)) // (columns * rows)
+            for number in range(columns * rows):
+                pieces += [f"{before}<slice>", tokens]
+                before = "</slice>" if (number + 1) % columns else "</slice>\n"
+            before = "</slice>"
+        return (*pieces, before)
+
+    def _tokens(self, width: int, height: int) -> int:
+        return width // self.tiling.edge * (height // self.tiling.edge)
+
+
+Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles, SeparatedTiles, SlicedImages)
 
 
 def _cut_within(card: Cut, limits: PixelLimits) -> Cut:

@@ -30,6 +30,8 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         placeholder: Token id of the placeholder, one for each row of an embedding.
         marker: What chat templates write for an image; empty: the placeholder.
+        counted: What stands before an image, with a place for the number of those before it in the
+            prompt; empty: nothing.
         processing: Digest of all that decides the embedding beside the image and the weights.
         span_tokens: Set: the tokens of an image, so many at most, attend to each other in both
             directions.
@@ -42,6 +44,7 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     placeholder: int
     marker: str = ""
+    counted: str = ""
     processing: bytes
     span_tokens: int | None = None
     deepstack: int = 0

@@ -7,7 +7,7 @@ come to the same number of rows; without torch.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -31,6 +31,8 @@ from antiphon.model_card.image_tiles import (
     Packing,
     PaddedTiles,
     SeparatedTiles,
+    SlicedImages,
+    SliceTiling,
     StackedTiles,
     TiledImages,
     Tiling,
@@ -54,6 +56,7 @@ PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
 LLAMA4 = "llama4"
+MINICPM = "minicpmv4_6"
 CLIP, SIGLIP = "clip", "siglip"
 TWO_TOWERS = (CLIP, SIGLIP)
 
@@ -63,6 +66,7 @@ VisionCard = (
     | StackedTiles
     | PaddedTiles
     | SeparatedTiles
+    | SlicedImages
     | GridImages
     | RowImages
     | AreaImages
@@ -361,6 +365,73 @@ def read_llama4_tower(file: Path) -> Llama4Tower:
     return read_json(file, _Llama4).vision_config
 
 
+class MiniCpmTower(SquareTower, frozen=True):
+    """What of MiniCPM-V's vision_config decides the number of rows of an image."""
+
+    image_size: Size | tuple[Size, ...] = 224
+    patch_size: Size | tuple[Size, ...] = 16
+
+
+class MiniCpmFields(msgspec.Struct, frozen=True):
+    """What of MiniCPM-V's config.json decides the number of rows of an image."""
+
+    image_token_id: int | None = None
+    downsample_mode: Literal["4x", "16x"] = "16x"
+    merge_kernel_size: tuple[Size, ...] = (2, 2)
+    merger_times: Size = 1
+    vision_config: MiniCpmTower = field(default_factory=MiniCpmTower)
+
+    @property
+    def merge(self) -> int:
+        """Edge of the square of patches that becomes a token."""
+        return 4 if self.downsample_mode == "16x" else 2
+
+
+class _SliceFile(PixelFields, frozen=True):
+    """The preprocessor_config.json of MiniCPM-V, with the defaults of its class."""
+
+    max_slice_nums: Annotated[int, Meta(ge=1, le=256)] = 9
+    scale_resolution: Size = 448
+    patch_size: Size = 14
+    slice_mode: bool = True
+    downsample_mode: Literal["4x", "16x"] = "16x"
+    use_image_id: bool = True
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+def read_slices(folder: Path) -> tuple[PixelFields, SliceTiling]:
+    """Read how the preprocessor of a MiniCPM-V model scales and cuts images.
+
+    Raises:
+        ConfigError: A file is malformed, not supported, or does not fit the other one.
+    """
+    config, file, read = _slices(folder)
+    return read, _slice_tiling(config, file, read)
+
+
+def _slices(folder: Path) -> tuple[MiniCpmFields, Path, _SliceFile]:
+    found = image_processor_file(folder)
+    return read_json(folder / "config.json", MiniCpmFields), found.file, found.read(_SliceFile)
+
+
+def _slice_tiling(config: MiniCpmFields, file: Path, read: _SliceFile) -> SliceTiling:
+    _, patch = config.vision_config.edges(file.parent / "config.json")
+    found, taken = (read.patch_size, read.downsample_mode), (patch, config.downsample_mode)
+    if found != taken:
+        raise ConfigError(
+            f"{file}: patch_size = {found[0]}, downsample_mode = {found[1]!r}: those of "
+            f"config.json are {taken[0]} and {taken[1]!r}"
+        )
+    if not read.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
+    return SliceTiling(
+        resolution=read.scale_resolution,
+        edge=read.patch_size * config.merge,
+        most=read.max_slice_nums if read.slice_mode else 1,
+    )
+
+
 class _FrameFile(msgspec.Struct, frozen=True):
     """The settings of InternVL's or LLaVA-OneVision's video processor.
 
@@ -399,7 +470,7 @@ class _PanAndScan(msgspec.Struct, frozen=True):
 
 SEEING = (
     *("llava", MISTRAL3, *ANYRES, GEMMA3, GEMMA4, INTERN, LLAMA4),
-    *(*IDEFICS, *GRIDS, KIMI_K25, *TWO_TOWERS),
+    *(*IDEFICS, *GRIDS, KIMI_K25, MINICPM, *TWO_TOWERS),
 )
 """Types of models whose images are served."""
 
@@ -429,6 +500,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_anyres(folder, kind)
     if kind == LLAMA4:
         return _read_llama4(folder)
+    if kind == MINICPM:
+        return _read_minicpm(folder)
     if kind in TWO_TOWERS:
         return _read_clip(folder) if kind == CLIP else _read_siglip(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
@@ -512,6 +585,18 @@ def _read_llama4(folder: Path) -> SeparatedTiles:
         marker="<|image|>",
         tiling=read_canvas_tiling(folder),
         tile_tokens=side**2,
+        processing=_processing(folder, config),
+    )
+
+
+def _read_minicpm(folder: Path) -> SlicedImages:
+    config, file, read = _slices(folder)
+    if config.image_token_id is None:
+        raise ConfigError(f"{folder / 'config.json'}: image_token_id is missing")
+    return SlicedImages(
+        placeholder=config.image_token_id,
+        counted="<image_id>{}</image_id>" if read.use_image_id else "",
+        tiling=_slice_tiling(config, file, read),
         processing=_processing(folder, config),
     )
 

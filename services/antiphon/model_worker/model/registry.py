@@ -96,6 +96,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,
     "LlavaOnevisionForConditionalGeneration": LLAVA_NEXT,
+    "MiniCPMV4_6ForConditionalGeneration": QWEN3_5,
     "Mistral3ForConditionalGeneration": MISTRAL,
     "PaddleOCRVLForConditionalGeneration": PADDLEOCR_VL,
     "SmolVLMForConditionalGeneration": IDEFICS3,
