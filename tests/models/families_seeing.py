@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 from tests.models.families import ROWS as TEXT
-from tests.models.families import Row
+from tests.models.families import Row, long_rope
 from tests.models.families_moe import ROWS as TEXT_MOE
 from tests.support.kimi_k25 import write_published
 
@@ -22,6 +22,16 @@ VISION: Mapping[str, object] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+HEARING: Mapping[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_blocks": 1,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 32,
+    "depthwise_separable_out_channel": 32,
+    "nemo_conv_channels": 8,
+    "input_size": 16,
 }
 INTERLEAVED = (6, 5, 5)
 
@@ -168,6 +178,12 @@ ROWS = (
         )
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
+    Row(
+        "phi4-multimodal",
+        transformers.Phi4MultimodalForCausalLM,
+        {**long_rope(trained=8), "vision_config": {**VISION}, "audio_config": {**HEARING}},
+        again=True,
+    ),
     with_audio("qwen2", transformers.Qwen2AudioForConditionalGeneration),
     with_axes(
         "glm4v",

@@ -55,6 +55,7 @@ MULTIMODAL_ARCHITECTURES = (
     "MiniCPMV4_6ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
+    "Phi4MultimodalForCausalLM",
     "Qwen2AudioForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -81,7 +82,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "connector.", "image_newline", "projector.", "mlp_AR."),
-    *("embed_vision.", "embed_audio.", "mm_projector.", "merger."),
+    *("embed_vision.", "embed_audio.", "mm_projector.", "merger.", "embed_tokens_extend."),
 )
 """Prefixes of tensors of towers for media, and of what is behind them."""
 

@@ -102,6 +102,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "SmolVLMForConditionalGeneration": IDEFICS3,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
+    "Phi4MultimodalForCausalLM": PHI3,
     "Glm4ForCausalLM": GLM4,
     "Olmo2ForCausalLM": OLMO2,
     "GraniteForCausalLM": GRANITE,
