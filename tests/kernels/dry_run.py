@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -328,15 +329,20 @@ def _call_others() -> None:
 
 
 def _call_grouped(ops: Ops) -> None:
-    """Square linears of AWQ, MXFP4 and int8, in each tile; int8 in both ways."""
+    """Square linears of MXFP4, int8 and blocks of GGUF files, in each tile; int8 in both ways."""
     half, whole = empty(4096, 2048, dtype=torch.uint8), empty(4096, 4096, dtype=torch.int8)
-    halves, scales = empty(32, 4096, dtype=torch.float16), empty(128, 4096)
-    outputs = empty(1, 4096, dtype=torch.float32)
-    for tokens in (1, 32, 8192):
-        x = empty(tokens, 4096)
-        ops.linear_grouped(x, GroupedMatrix(half, halves, halves, 128, -8))
-        ops.linear_grouped(x, GroupedMatrix(half, scales, None, 32))
-        ops.linear_grouped(x, GroupedMatrix(whole, outputs, None, 4096))
+    powers, outputs = empty(128, 4096), empty(1, 4096, dtype=torch.float32)
+    scales, more = (empty(groups, 4096, dtype=torch.float16) for groups in (128, 256))
+    matrices = (
+        GroupedMatrix(half, powers, None, 32),  # MXFP4
+        GroupedMatrix(whole, outputs, None, 4096),  # int8
+        GroupedMatrix(half, scales, scales, 32, 0),  # Q4_1, Q4_K
+        GroupedMatrix(whole, scales, None, 32),  # Q5_0, Q8_0, IQ4_NL
+        GroupedMatrix(whole, more, None, 16),  # Q6_K
+        GroupedMatrix(whole, more, more, 16),  # Q4_K and Q6_K as one linear
+    )
+    for tokens, matrix in product((1, 32, 8192), matrices):
+        ops.linear_grouped(empty(tokens, 4096), matrix)
     for tokens in (1, 32, 64, 8192):
         ops.linear_int8(empty(tokens, 4096), GroupedMatrix(whole, outputs, None, 4096))
 

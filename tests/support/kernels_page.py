@@ -189,12 +189,14 @@ So is an output head, and blocks whose inputs are no multiple of 32.
 
 ## Weights in groups
 
-Linears and routed experts of AWQ, GPTQ, compressed-tensors, torchao and MXFP4 whose weights have 4
-or 8 bits and a scale for a group of inputs stay as they are stored, and become numbers of the
-model's dtype in registers as they are multiplied ([decision
-76](decisions/0076-codes-become-weights-in-registers.md)). Converted while loading are those of the
-output head, of GGUF files, with inputs or groups that are no multiple of 32, experts of a layer
-that differ in how they are stored, and all of them with `--model-linear plain`.
+Linears and routed experts of AWQ, GPTQ, compressed-tensors, torchao, MXFP4 and GGUF files whose
+weights are codes with a scale for a group of inputs stay so, and become numbers of the model's
+dtype in registers as they are multiplied ([decision
+76](decisions/0076-codes-become-weights-in-registers.md)). Codes of 5 and 6 bits, and of values in
+no order, are kept in 8 bits, and so are those of 4 bits in groups of 16. Converted while loading
+are the output head and embedding, weights with inputs that are no multiple of 32 or groups that
+are no multiple of 16, experts of a layer that differ in how they are stored, and all of them with
+`--model-linear plain`.
 
 Linears of W8A8 checkpoints with dynamic scales of activations round each token to int8 on compute
 capabilities where Triton multiplies that faster than bfloat16: {_capabilities(INT8_SMS)}.

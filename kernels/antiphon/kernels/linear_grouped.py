@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.linear import Grouping
 
 UNIT = 32
-"""Inputs whose codes of 4 bits lie together in memory; groups are a multiple of it, or all."""
+"""Inputs whose codes of 4 bits lie together in memory; groups of these are a multiple, or all."""
 HALF = UNIT // 2
+"""Groups of codes of 8 bits are a multiple of it."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of codes of 4 bits that are floats; the highest bit is a sign."""
 BYTE_MAX = 127
@@ -85,9 +86,9 @@ class GroupedCodes(NamedTuple):
 def codes_of(grouping: Grouping, inputs: int) -> GroupedCodes | None:
     """How the codes of weights with so many inputs are kept; None: they cannot be multiplied."""
     values, group = grouping.values, grouping.group
-    if inputs % UNIT or (group < inputs and group % UNIT):
+    if inputs % UNIT or (group < inputs and group % HALF):
         return None
-    if grouping.bits == 4:
+    if grouping.bits == 4 and (group >= inputs or group % UNIT == 0):
         if list(values) == [*E2M1, *(-each for each in E2M1)]:
             return GroupedCodes(4)
         first = int(values[0])

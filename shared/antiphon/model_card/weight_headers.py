@@ -213,6 +213,16 @@ GGUF_GROUPED_BYTES = {
     39: grouped_bytes(4, 32, zeros=False, scale_bytes=SCALE_BYTES),  # MXFP4
 }
 """Bytes of a weight whose codes and scales are packed, by its GGUF type code."""
+GGUF_GPU_BYTES = GGUF_GROUPED_BYTES | {
+    6: grouped_bytes(8, 32, zeros=False, scale_bytes=SCALE_BYTES),  # Q5_0
+    7: grouped_bytes(8, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q5_1
+    13: grouped_bytes(8, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q5_K
+    14: grouped_bytes(8, 16, zeros=False, scale_bytes=SCALE_BYTES),  # Q6_K
+    20: grouped_bytes(8, 32, zeros=False, scale_bytes=SCALE_BYTES),  # IQ4_NL
+}
+"""The same on a GPU, which has codes of other widths, and of values in no order, as bytes."""
+GGUF_TABLES = ("token_embd.", "output.")
+"""The embedding and the head, which a GPU has in the model's dtype."""
 GGUF_WIDE_SCALES = {12: 4 / 32, 13: 4 / 32, 14: 2 / 16}
 """Bytes more if activations are float32, of the types whose scales have two levels."""
 NOT_WEIGHTS = ("I64", "BOOL")
@@ -233,6 +243,10 @@ class Weights(msgspec.Struct, frozen=True):
     """Those in blocks of a GGUF file whose codes and scales can be packed."""
     grouped_bytes: int = 0
     """Their size when packed."""
+    gpu_grouped: int = 0
+    """Those of them that a GPU keeps so, too."""
+    gpu_grouped_bytes: int = 0
+    """Their size there."""
     wide_scale_bytes: int = 0
     """What their scales take more if activations are float32."""
 
@@ -281,8 +295,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
 
 def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
     counts: Counter[Dtype | None] = Counter()
-    size_bytes = grouped = 0
-    packed_bytes = wide_scale_bytes = 0.0
+    size_bytes = grouped = gpu_grouped = 0
+    packed_bytes = wide_scale_bytes = gpu_bytes = 0.0
     for file in files:
         in_order = sorted(read_gguf(file).tensors.items(), key=lambda item: item[1].start)
         ends = [*(tensor.start for _, tensor in in_order[1:]), file.stat().st_size]
@@ -295,6 +309,9 @@ def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
                 grouped += tensor.count
                 packed_bytes += tensor.count * each
                 wide_scale_bytes += tensor.count * GGUF_WIDE_SCALES.get(tensor.kind, 0.0)
+                if not name.startswith(GGUF_TABLES):
+                    gpu_grouped += tensor.count
+                    gpu_bytes += tensor.count * GGUF_GPU_BYTES[tensor.kind]
     ((dtype, _),) = counts.most_common(1) or ((None, 0),)
     return Weights(
         counts.total(),
@@ -302,5 +319,7 @@ def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
         dtype,
         grouped=grouped,
         grouped_bytes=round(packed_bytes),
+        gpu_grouped=gpu_grouped,
+        gpu_grouped_bytes=round(gpu_bytes),
         wide_scale_bytes=round(wide_scale_bytes),
     )

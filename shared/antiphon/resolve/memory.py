@@ -239,13 +239,10 @@ def resolve_weight_storage(
     """Resolve the format of quantized linear layers: int8 where that is exact, on a GPU fp8."""
     requested, gpu = settings.model.quantization, device.kind != "cpu"
     quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
-    count = _count(card, quantization)
-    grouped = _grouped_bytes(card, quantization, dtype, count)
+    count = _count(card, quantization, gpu=gpu)
+    grouped = _grouped_bytes(card, quantization, dtype, count, gpu=gpu)
     if quantization is not None and quantization.fp8:
         quantized = _fp8(settings, card, linear, device.lacking_fp8, dtype, count)
-    elif gpu and card.gguf:
-        reason = f"{linear.reason}; tensors of a GGUF file are converted while loading"
-        quantized = ResolvedValue(linear.value, reason)
     else:
         quantized = _quantized(settings, quantization, linear, dtype, count, grouped, device)
     taken = weight_bytes(
@@ -280,12 +277,18 @@ def token_weight_bytes(card: ModelCard, dtype: Dtype, taken: int) -> int:
 
 
 def _grouped_bytes(
-    card: ModelCard, quantization: QuantizationConfig | None, dtype: Dtype, count: int
+    card: ModelCard,
+    quantization: QuantizationConfig | None,
+    dtype: Dtype,
+    count: int,
+    *,
+    gpu: bool,
 ) -> int | None:
     """Size of the codes and scales of quantized weights; None: not all are stored in groups."""
     if card.gguf:
+        kept = card.weights.gpu_grouped_bytes if gpu else card.weights.grouped_bytes
         wide = card.weights.wide_scale_bytes if dtype is Dtype.FLOAT32 else 0
-        return card.weights.grouped_bytes + wide or None
+        return kept + wide or None
     # Scales are kept in as many bytes as activations.
     each = None if quantization is None else quantization.grouped_bytes(item_bytes(dtype))
     return None if each is None else round(count * each)
@@ -307,9 +310,9 @@ def _quantization(
     return ResolvedValue(name, "config.json" if card.quantization else "model.quantization")
 
 
-def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
+def _count(card: ModelCard, quantization: QuantizationConfig | None, *, gpu: bool) -> int:
     if card.gguf:
-        return card.weights.grouped
+        return card.weights.gpu_grouped if gpu else card.weights.grouped
     if quantization is None or not quantization.online:
         return card.weights.quantized
     tables = card.vocabulary_size * card.hidden_size + card.looked_up

@@ -22,10 +22,12 @@ from tests.models.model_loop import ModelLoop, PoolingEngine
 from tests.models.parity import save
 from tests.models.quantization.rows import BY_NAME as QUANTIZED
 from tests.models.quantization.rows import SHAPE, write
+from tests.models.quantization.test_gguf import MADE
 from tests.models.seeing_loop import SeeingLoop, medium
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
 from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
+from tests.models.test_load_formats import Kind, write_gguf
 from tests.models.test_pooling import sentence
 from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.test_steering import bias
@@ -40,6 +42,7 @@ from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.triton import linear_int8 as int8_kernels
 from antiphon.kernels.upload import upload_to
+from antiphon.layers.methods import GroupedCodeWeights
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
@@ -561,6 +564,8 @@ INT8: dict[str, Any] = {
     "device": "interpreter",
     "quantized": "int8_dynamic",
 }
+BLOCKS = {**GROUPED, "intermediate_size": 256}
+"""Whole blocks of 256."""
 
 
 def check_grouped(
@@ -589,8 +594,7 @@ def test_weights_stay_in_groups(name: str, tmp_path: Path) -> None:
     folder, plain = write(tmp_path, QUANTIZED[name], GROUPED)
     on_cpu = open_model(plain, pages=100, dtype="float32")
     (expected,) = outputs_of(on_cpu, overlap=False, count=1)
-    for deterministic in ("false", "true"):
-        check_grouped(folder, "linear.grouped", expected, deterministic)
+    check_grouped(folder, "linear.grouped", expected)
 
 
 @pytest.mark.long
@@ -604,6 +608,21 @@ def test_int8_weights_meet_int8_activations(
         by_torch = open_model(folder, **INT8)
     (expected,) = outputs_of(by_torch, overlap=False, count=1)
     check_grouped(folder, "linear.int8", expected, kept="int8_dynamic")
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", pytest.param("Q4_K", marks=pytest.mark.long)])
+def test_blocks_of_a_gguf_file_stay_in_groups(kind: str, tmp_path: Path) -> None:
+    folder, file = write_llama(tmp_path, BLOCKS), tmp_path / "model.gguf"
+    write_gguf(folder, file, kind=Kind[kind], quantize=MADE[Kind[kind]])
+    on_cpu = open_model(find_files(file), pages=100, dtype="float32", linear="plain")
+    (expected,) = outputs_of(on_cpu, overlap=False, count=1)
+    model = check_grouped(file, "linear.grouped", expected, deterministic="true")
+    (layer,) = model.runner._model.own_decoder.layers
+    linears = (each for part in layer.children if part is not None for each in part.children)
+    weights = (getattr(linear, "_weights", None) for linear in linears)
+    kept = [each.matrix for each in weights if isinstance(each, GroupedCodeWeights)]
+    found = sum(len(matrix.codes) * matrix.inputs for matrix in kept)
+    assert found == read_card(find_files(file)).weights.gpu_grouped
 
 
 def test_experts_stay_in_groups(tmp_path: Path) -> None:

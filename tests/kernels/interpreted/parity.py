@@ -173,7 +173,7 @@ def test_experts_in_groups_have_any_size(
 
 
 def test_experts_in_groups_and_tiles_of_one_size_equal_their_reference() -> None:
-    checks.check_experts(experts, 40, (3, 64, 32), groups=(64, 32), codes="signed", fixed=True)
+    checks.check_experts(experts, 40, (3, 64, 32), groups=(64, 16), codes="bytes", fixed=True)
 
 
 @dtypes
@@ -210,6 +210,10 @@ def test_linears_in_groups_have_any_size(
     tokens: int, sizes: tuple[int, int], group: int, *, fixed: bool
 ) -> None:
     checks.check_linear_grouped(linear_grouped, tokens, sizes, group, fixed=fixed)
+
+
+def test_bytes_have_groups_of_half_as_many_inputs() -> None:
+    checks.check_linear_grouped(linear_grouped, 3, (40, 96), 16, "bytes")
 
 
 @dtypes

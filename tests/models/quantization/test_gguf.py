@@ -19,9 +19,16 @@ from tests.models.tiny import write_llama
 from tests.support.models import open_model, take_tensors
 from torch import Tensor
 
+from antiphon.kernels.linear_grouped import GroupedCodes, codes_of
 from antiphon.layers.attention import Attention
 from antiphon.layers.linear import ColumnLinear, LinearPart
-from antiphon.layers.methods import GroupedWeights, LinearMethod
+from antiphon.layers.methods import (
+    CodesInGroups,
+    GroupedCodeWeights,
+    GroupedWeights,
+    LinearMethod,
+    LinearShape,
+)
 from antiphon.layers.quantization.gguf import LAYOUTS, GgufStorage
 from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card import weight_headers
@@ -201,19 +208,41 @@ def test_codes_and_scales_are_those_of_the_public_package(kind: str) -> None:
     assert torch.equal(found[finite], expected[finite])
     each = weight_headers.GGUF_GROUPED_BYTES[type_.value]
     assert layout.grouping.multiplied_in(torch.bfloat16).panel_bytes(256) == each * 256 * 32
+    assert gpu_bytes(kind) == weight_headers.GGUF_GPU_BYTES[type_.value] * 256 * 32
     wide = each + weight_headers.GGUF_WIDE_SCALES.get(type_.value, 0.0)
     assert layout.grouping.multiplied_in(torch.float32).panel_bytes(256) == wide * 256 * 32
 
 
-@pytest.mark.skipif("packed" not in LINEARS, reason="the kernels are not built")
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q8_0")], ids=str)
-def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
-    """As in files of llama.cpp, whose values have more bits than queries and keys."""
+def gpu_bytes(kind: str) -> int:
+    """What 32 outputs of 256 inputs take on a GPU."""
+    layout = LAYOUTS[kind]
+    codes = codes_of(layout.grouping, 256)
+    assert codes is not None
+    shape, device = LinearShape(256, 32, bias=False), torch.device("meta")
+    matrix = CodesInGroups(layout.grouping, codes).empty(shape, torch.bfloat16, device)
+    parts = (matrix.codes, matrix.scales, matrix.minimums)
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+def test_codes_of_4_bits_in_groups_of_16_take_a_byte() -> None:
+    """Two codes of a byte are of inputs 16 apart, and share a scale."""
+    grouping = replace(LAYOUTS["Q4_0"].grouping, group=16)
+    assert codes_of(grouping, 256) == GroupedCodes(8)
+    assert codes_of(replace(grouping, group=32), 256) == GroupedCodes(4, -8)
+    assert codes_of(replace(grouping, group=8), 256) is codes_of(grouping, 80) is None
+
+
+def loaded_as_one(
+    kinds: tuple[str, ...], *, interpreted: bool = False
+) -> tuple[ColumnLinear, Tensor]:
+    """A linear of several kinds with weights that are drawn, which are (O, I), too."""
     storage = {f"l.{place}": GgufStorage(kind) for place, kind in enumerate(kinds)}
     quantization = CheckpointQuantization(LinearMethod.GROUPED, storage.__getitem__)
-    build = BuildContext(SingleRank(), torch.bfloat16, torch.device("cpu"), quantization)
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    build = BuildContext(SingleRank(), dtype, device, quantization, interpreted=interpreted)
+    method = LinearMethod.PLAIN if interpreted else LinearMethod.PACKED
     parts = tuple(LinearPart(name, 64, shards=1) for name in storage)
-    linear = ColumnLinear("l", 256, parts, bias=False, build=build, method=LinearMethod.PACKED)
+    linear = ColumnLinear("l", 256, parts, bias=False, build=build, method=method)
     whole: list[Tensor] = []
     for source, (name, one) in zip(linear.sources(), storage.items(), strict=True):
         assert source.name == f"{name}.weight"
@@ -225,11 +254,31 @@ def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
         assert source.load is not None
         source.load(blocks)
         whole.append(in_two_bytes(one.dequantize({".weight": blocks}, 64, 256)).dequantize())
+    return linear, torch.cat(whole)
+
+
+DIFFERENT = [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q8_0")]
+"""As in files of llama.cpp, whose values have more bits than queries and keys."""
+
+
+@pytest.mark.skipif("packed" not in LINEARS, reason="the kernels are not built")
+@pytest.mark.parametrize("kinds", DIFFERENT, ids=str)
+def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
+    linear, whole = loaded_as_one(kinds)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = x.double() @ torch.cat(whole).double().T
+    exact = x.double() @ whole.double().T
     assert linear.packed is not None
     found = linear.packed.multiply_wide(x)
     assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kinds", [*DIFFERENT, ("IQ4_NL",), ("Q4_0",)], ids=str)
+def test_a_gpu_keeps_them_in_codes_that_are_the_same_numbers(kinds: tuple[str, ...]) -> None:
+    linear, whole = loaded_as_one(kinds, interpreted=True)
+    weights = linear._weights
+    assert isinstance(weights, GroupedCodeWeights)
+    assert torch.equal(weights.matrix.dequantize(), whole)
+    assert weights.matrix.codes.dtype is (torch.uint8 if kinds == ("Q4_0",) else torch.int8)
 
 
 def in_two_bytes(weight: GroupedWeight) -> GroupedWeight:
@@ -238,5 +287,5 @@ def in_two_bytes(weight: GroupedWeight) -> GroupedWeight:
     return replace(weight, **parts)
 
 
-HALVES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,)}
+HALVES = {"Q4_K": (0, 2), "Q6_K": (208,), **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0,))}
 """Bytes of a block where float16 numbers begin."""

@@ -324,7 +324,7 @@ def test_operator_may_keep_it_otherwise() -> None:
     assert (float16.value, "float16" in float16.reason) == (LinearFormat.PLAIN, True)
 
 
-def test_groups_stay_on_a_gpu_but_for_those_of_files_in_gguf() -> None:
+def test_groups_stay_on_a_gpu() -> None:
     gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
     found = plan(AWQ, gpu, model__device="cuda")
     kept = (found.linear.value, found.quantized.value)
@@ -343,9 +343,18 @@ def test_groups_stay_on_a_gpu_but_for_those_of_files_in_gguf() -> None:
     for other in ("plain", "tiled"):
         said = plan(AWQ, gpu, model__device="cuda", model__linear=other)
         assert said.quantized.value == other
-    weights = Weights(GIB // 2, GIB // 4, None, grouped=GIB // 4, grouped_bytes=GIB // 8)
+
+
+def test_blocks_of_a_gguf_file_stay_in_groups_on_a_gpu_but_those_of_tables() -> None:
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
+    kept = {"gpu_grouped": GIB // 8, "gpu_grouped_bytes": GIB // 10}
+    weights = Weights(GIB // 2, GIB // 4, None, grouped=GIB // 4, grouped_bytes=GIB // 8, **kept)
     card = msgspec.structs.replace(CARD, gguf=True, weights=weights)
-    assert decide(gpu, card, model__device="cuda").quantized.value is LinearFormat.PLAIN
+    found = decide(gpu, card, model__device="cuda", model__dtype="bfloat16")
+    assert found.quantized.value is LinearFormat.GROUPED
+    assert found.weight_bytes.value == 2 * (GIB // 2 - GIB // 8) + GIB // 10
+    plain = decide(gpu, card, model__device="cuda", model__linear="plain")
+    assert plain.quantized.value is LinearFormat.PLAIN
 
 
 def test_experts_in_groups_stay_so_on_a_gpu_as_on_a_cpu() -> None:

@@ -29,6 +29,8 @@ FEW, MANY = 16, 64
 OUTPUTS = 64
 """Outputs of a tile of few tokens, and of one that has the most twice as many."""
 DEPTH = 128
+GROUPS = 4
+"""Groups of a block at the most: the scales of all its weights are in registers."""
 
 
 @triton.jit
@@ -192,7 +194,8 @@ def constants_of(matrix: GroupedMatrix, block_m: int) -> dict[str, Any]:
     inputs = matrix.inputs
     group = min(matrix.group, inputs)
     # A block is whole groups, or a part of one.
-    whole = group == inputs or group % DEPTH == 0 or DEPTH % group == 0
+    depth = min(DEPTH, GROUPS * group)
+    whole = group == inputs or group % depth == 0 or depth % group == 0
     return {
         "warps": 4 if block_m < MANY else 8,
         "stages": 4 if block_m == FEW else 3,
@@ -204,7 +207,7 @@ def constants_of(matrix: GroupedMatrix, block_m: int) -> dict[str, Any]:
         "BIAS": matrix.bias is not None,
         "BLOCK_M": block_m,
         "BLOCK_N": OUTPUTS if block_m < MANY else 2 * OUTPUTS,
-        "BLOCK_K": DEPTH if whole else group & -group,
+        "BLOCK_K": depth if whole else group & -group,
     }
 
 
