@@ -45,6 +45,9 @@ class ResolvedDraft(msgspec.Struct, frozen=True):
     """Bytes of a token in its KV cache, which has as many pages as that of the served model."""
 
 
+NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
+
+
 @contextmanager
 def naming_draft(model: str) -> Generator[None]:
     """Let config errors name the draft model: they name a file, or a setting of both models."""

@@ -38,7 +38,7 @@ from antiphon.model_card.served_model import (
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.draft import check_draft, check_draft_tokenizer, naming_draft
 from antiphon.resolve.memory import HOST_POOL_BYTES_MAX
-from antiphon.resolve.resolved_config import check_context
+from antiphon.resolve.steps import check_context
 from antiphon.service.tasks import gather
 from antiphon.service.web import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
