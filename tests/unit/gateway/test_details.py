@@ -9,7 +9,7 @@ from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, HI, Body, failure
 from tests.unit.gateway.cluster import HIDDEN_SIZE, House, house
 from tests.unit.gateway.test_generate import request, visiting
 
-from antiphon.gateway.requests.submission import TEXT_BYTES
+from antiphon.gateway.requests.output_budget import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import GenerateEnd
 from antiphon.wire.sampling import TokenOutputParams

@@ -23,6 +23,7 @@ from antiphon.gateway.requests.generation_request import (
     sampling_params,
     validate_request,
 )
+from antiphon.gateway.requests.output_budget import TokenOutputBudget, output_bytes
 from antiphon.gateway.requests.pooling import OPEN_MAX, wrong_model
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient, truncated
 from antiphon.gateway.stream.stream import RequestStream
@@ -47,7 +48,7 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import AdoptRequest, ResumeWindow, SubmitRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
@@ -64,10 +65,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TEXT_BYTES = 16
-"""Approximate message bytes of a token's text, bytes and id."""
-KEPT_TOKEN_BYTES = 8
-"""Size of an output token where it is kept, about: its id and its text."""
 RESERVED_OUTPUT_TOKENS = 6
 """Context tokens that truncation leaves for the output, as in SGLang."""
 
@@ -676,61 +673,3 @@ class BodyScope:
 
     budget: TokenOutputBudget
     media: SharedMedia
-
-
-class TokenOutputBudget:
-    """Byte budget for the token outputs of all prompts of one body."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-
-    def reserve(
-        self, submit: SubmitRequest, gen_request: GenerationRequest, *, hidden_size: int
-    ) -> None:
-        """Reserve the maximum size of a request's token outputs.
-
-        Raises:
-            InvalidRequest: The budget is exceeded; names the field with the largest share.
-        """
-        columns = _bytes_per_token(submit, hidden_size)
-        tokens = _reported_tokens(submit)
-        self._bytes += sum(columns.values()) * tokens
-        if self._bytes <= self._bytes_max:
-            return
-        largest = max(columns, key=lambda name: columns[name])
-        raise InvalidRequest.at(
-            gen_request.field(f"details.{largest}"),
-            f"token outputs may take {self._bytes} bytes ({sum(columns.values())} per token for "
-            f"{tokens} tokens); the limit is {self._bytes_max} bytes (gateway.details_bytes_max). "
-            "Request fewer choices, fewer tokens or fewer outputs",
-        )
-
-
-def output_bytes(submit: SubmitRequest, *, hidden_size: int) -> int:
-    """Maximum size of a request's output where it is kept: ids, text and token outputs."""
-    outputs = submit.choices * submit.sampling.max_new_tokens
-    if (wanted := submit.sampling.details) is None:
-        return KEPT_TOKEN_BYTES * outputs
-    columns = 4 * (1 + wanted.logprobs + len(wanted.named_ids) + hidden_size * wanted.hidden)
-    return KEPT_TOKEN_BYTES * outputs + (columns + 8 * wanted.top) * _reported_tokens(submit)
-
-
-def _reported_tokens(submit: SubmitRequest) -> int:
-    """Number of tokens with outputs. A request for no new tokens has one for the next position."""
-    first = submit.sampling.details_from(id_count(submit.prompt_ids)) or 0
-    return submit.choices * (max(1, submit.sampling.max_new_tokens) - first)
-
-
-def _bytes_per_token(submit: SubmitRequest, hidden_size: int) -> Mapping[str, int]:
-    wanted = submit.sampling.details
-    if wanted is None:
-        return {"ids": 0}
-    text = TEXT_BYTES if submit.stop.token_texts else 0
-    return {
-        "ids": 4,
-        "logprobs": 4 * wanted.logprobs + text,
-        "top": (8 + text) * wanted.top,
-        "named_ids": 4 * len(wanted.named_ids),
-        "hidden": 4 * hidden_size * wanted.hidden,
-    }
