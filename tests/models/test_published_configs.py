@@ -21,7 +21,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
-from antiphon.encoder.grid_tower_files import read_grid_spec
+from antiphon.encoder.grid_configs import read_grid_spec
 from antiphon.kernels.rotary import LinearScaling, ProportionalScaling, RotarySpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES

@@ -22,8 +22,9 @@ from antiphon.config.model import Dtype
 from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
+from antiphon.encoder.grid_configs import read_grid_spec
 from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
-from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
+from antiphon.encoder.grid_tower_files import read_grid_weights
 from antiphon.encoder.linear import Affine, Linear, by_halves
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor
 from antiphon.encoder.preprocessor_files import (
