@@ -2,7 +2,7 @@
 
 A package's tests are in `tests/unit/<package>` or `tests/<package>`; those that are elsewhere are
 listed here. The simulation of the whole protocol takes minutes and belongs to no single package:
-`make test-faults`.
+`tests/simulation`.
 """
 
 from __future__ import annotations
