@@ -78,7 +78,7 @@ class Shape(msgspec.Struct, frozen=True):
     def weights_count(self) -> int:
         """Numbers that one token is multiplied with; the tied embedding counts once, as output."""
         layer = self._attention_count + 3 * self.hidden * self.intermediate
-        return self.layers * layer + self.vocabulary * self.hidden
+        return self.layers * layer + self.head_count
 
     @property
     def _attention_count(self) -> int:
@@ -88,6 +88,16 @@ class Shape(msgspec.Struct, frozen=True):
         """Numbers that a step of so many tokens reads of the weights."""
         assert rows > 0, "a step has tokens"
         return self.weights_count
+
+    @property
+    def head_count(self) -> int:
+        """Numbers that a token is multiplied with for its logits."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def key_count(self) -> int:
+        """Numbers of keys and values that a query is multiplied with for each earlier token."""
+        return 2 * self.layers * self.hidden
 
     @property
     def kv_bytes(self) -> int:
@@ -139,9 +149,7 @@ class ExpertsShape(Shape, frozen=True, kw_only=True):
 
     def _count(self, experts: float) -> int:
         feed_forward = self.hidden * (self.experts + 3 * self.intermediate * experts)
-        return round(
-            self.layers * (self._attention_count + feed_forward) + self.vocabulary * self.hidden
-        )
+        return round(self.layers * (self._attention_count + feed_forward) + self.head_count)
 
     def config(self) -> PreTrainedConfig:
         from transformers import Qwen3MoeConfig  # noqa: PLC0415
@@ -171,6 +179,10 @@ class LatentShape(Shape, frozen=True, kw_only=True):
         query = self.hidden * self.heads * (head + self.rotated)
         down = self.hidden * (self.latent + self.rotated)
         return query + down + 2 * self.latent * self.heads * head + self.hidden * self.hidden
+
+    @property
+    def key_count(self) -> int:
+        return self.layers * (2 * self.hidden + self.heads * self.rotated)
 
     @property
     def kv_bytes(self) -> int:
@@ -208,7 +220,7 @@ class HybridShape(Shape, frozen=True, kw_only=True):
         taken = 2 * self.inner + 2 * self.state + self.inner // head
         mixer = self.hidden * (taken + self.inner)
         layer = self._attention_count + mixer + 3 * self.hidden * self.intermediate
-        return self.layers * layer + self.vocabulary * self.hidden
+        return self.layers * layer + self.head_count
 
     def config(self) -> PreTrainedConfig:
         from transformers import FalconH1Config  # noqa: PLC0415

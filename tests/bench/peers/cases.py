@@ -1,9 +1,8 @@
 """The cases of the comparison: each a load, the figures computed from it, and their limits.
 
 A step reads all weights once and the keys and values of every request, and multiplies every token
-with every weight: it takes as long as the longer of the two, by the machine's measured rates.
-Attention's own products are left out, which only the long prompts make large; so are sampling and
-HTTP."""
+with every weight and every key and value that it attends to: it takes as long as the longer of the
+two, by the machine's measured rates. Exponentials, sampling and HTTP are left out."""
 
 from __future__ import annotations
 
@@ -32,9 +31,13 @@ if TYPE_CHECKING:
     from tests.bench.serving.metrics import Metrics
 
 
-def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
-    """Time that the products of so many prompt tokens take."""
-    return 2 * shape.weights_count * tokens / (device.product_gflop_s * 1e9)
+def prefill_s(shape: Shape, device: Device, tokens: int, cached: int = 0) -> float:
+    """Time that the products of a prompt's tokens take, which follow so many cached ones.
+
+    Only the last one meets the vocabulary.
+    """
+    keys = tokens * (cached + (tokens + 1) / 2)
+    return _products_s(shape, device, tokens, 1, keys)
 
 
 def step_s(
@@ -46,8 +49,16 @@ def step_s(
 ) -> float:
     """Time of one decode step of so many requests with so many tokens behind each."""
     each = shape.weight_bytes if weight_bytes is None else weight_bytes
-    read = each * shape.read_count(rows) + rows * context_tokens * shape.kv_bytes
-    return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
+    keys = rows * context_tokens
+    read = each * shape.read_count(rows) + keys * shape.kv_bytes
+    return max(read / (device.read_gb_s * 1e9), _products_s(shape, device, rows, rows, keys))
+
+
+def _products_s(shape: Shape, device: Device, tokens: int, logits: int, keys: float) -> float:
+    """Time of tokens in layers, of logits, and of queries that meet so many keys and values."""
+    layers = tokens * (shape.weights_count - shape.head_count)
+    products = layers + logits * shape.head_count + keys * shape.key_count
+    return 2 * products / (device.product_gflop_s * 1e9)
 
 
 def output_limit(
@@ -66,8 +77,9 @@ def output_limit(
     weight, where they are not the shape's.
     """
     behind = prompt_tokens + output / 2
+    first_s = rows * prefill_s(shape, device, new_tokens, prompt_tokens - new_tokens)
     decode_s = (output - 1) * step_s(shape, device, rows, behind, weight_bytes)
-    return rows * output / (prefill_s(shape, device, rows * new_tokens) + decode_s)
+    return rows * output / (first_s + decode_s)
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,7 @@ _SHARED_PREFIX = Case(
 
 def _last_ms(device: Device) -> float:
     """Time of the last of 16 prompts that are computed one after the other."""
-    return 1000 * prefill_s(LLAMA_135M, device, 16 * 128)
+    return 1000 * 16 * prefill_s(LLAMA_135M, device, 128)
 
 
 def _middle_ms(device: Device) -> float:

@@ -187,9 +187,20 @@ def test_prompts_differ_between_rounds_and_cases_and_not_between_servers() -> No
 def test_reading_the_weights_limits_one_client_and_multiplying_many() -> None:
     read_s = 2 * LLAMA_135M.weights_count / 31.8e9
     assert step_s(LLAMA_135M, DEVICE, 1, 0) == pytest.approx(read_s)
-    assert step_s(LLAMA_135M, DEVICE, 256, 0) == prefill_s(LLAMA_135M, DEVICE, 256) > read_s
+    products_s = 2 * 256 * LLAMA_135M.weights_count / (DEVICE.product_gflop_s * 1e9)
+    assert step_s(LLAMA_135M, DEVICE, 256, 0) == pytest.approx(products_s)
+    assert products_s > read_s
     one = output_limit(LLAMA_135M, DEVICE, rows=1, new_tokens=0, prompt_tokens=128, output=128)
     assert one == pytest.approx(1 / read_s, rel=0.03)
+
+
+def test_prompts_take_the_products_of_layers_and_of_the_keys_before_each_token() -> None:
+    rate = DEVICE.product_gflop_s * 1e9
+    layers = LLAMA_135M.weights_count - 8192 * 576
+    keys = 30 * 2 * 576 * sum(range(1001, 1101))  # of 100 tokens behind 1,000, each its own too
+    products = 100 * layers + 8192 * 576 + keys
+    found_s = prefill_s(LLAMA_135M, DEVICE, 100, cached=1000)
+    assert found_s == pytest.approx(2 * products / rate, rel=1e-9)
 
 
 def test_every_figure_has_a_limit() -> None:
