@@ -34,8 +34,8 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 
 from antiphon.config.errors import ConfigError
 from antiphon.layers.per_layer_embedding import PerLayerEmbedding
-from antiphon.model_card.area_images import TOKENS, AreaImages, AreaSizes
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.areas import TOKENS, AreaImages, AreaSizes
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.model_worker.model.families import gemma
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest

@@ -24,8 +24,8 @@ from transformers.image_utils import SizeDict
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_tiles import CanvasTiling, SeparatedTiles
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.canvas_tiles import CanvasTiling, SeparatedTiles
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 

@@ -28,7 +28,7 @@ from tests.support.qwen_vl import (
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import embedding, opened
 
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.errors import InvalidRequest

@@ -25,9 +25,9 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.frame_videos import FrameVideos
-from antiphon.model_card.videos import EvenSampling
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.frame_videos import FrameVideos
+from antiphon.model_card.vision.videos import EvenSampling
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.claim import PixelLimits, VideoHeader

@@ -19,8 +19,9 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_grids import GridImages, GridSizes
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.grid_sizes import GridSizes
+from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.batching.positions import media_positions
 from antiphon.wire.media import MediumSpan
 

@@ -27,8 +27,9 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_grids import GridImages, GridSizes
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.grid_sizes import GridSizes
+from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 

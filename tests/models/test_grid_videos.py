@@ -45,9 +45,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
 )
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_grids import GridSizes, GridVideos
-from antiphon.model_card.videos import FrameSampling, SecondSampling
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.grid_sizes import GridSizes
+from antiphon.model_card.vision.grid_videos import GridVideos
+from antiphon.model_card.vision.videos import FrameSampling, SecondSampling
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.model_worker.batching.media import check_media
 from antiphon.model_worker.batching.positions import media_positions
 from antiphon.model_worker.batching.state import placeholders

@@ -24,8 +24,8 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
-from antiphon.model_card.image_grids import PaddedImages, PaddedSizes
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.padded_grids import PaddedImages, PaddedSizes
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 

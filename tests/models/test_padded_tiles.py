@@ -29,8 +29,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 )
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_tiles import PaddedTiles
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.padded_tiles import PaddedTiles
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
-from antiphon.model_card.image_grids import GridImages, GridSizes
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.grid_sizes import GridSizes
+from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.model_worker.batching.positions import media_positions
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.media import MediumSpan

@@ -22,7 +22,7 @@ from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import BatchingConfig
 from antiphon.encoder.model import open_model
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.service.startup import CannotStart
 

@@ -21,7 +21,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import open_model
 from antiphon.model_card.processor_files import image_processor_file
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

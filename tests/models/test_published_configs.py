@@ -26,10 +26,10 @@ from antiphon.kernels.rotary import LinearScaling, ProportionalScaling, RotarySp
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.model_card.files import ModelFiles, find_files
-from antiphon.model_card.image_grids import GridImages
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.served_model import model_files
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec

@@ -18,8 +18,8 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_grids import RowImages, RowSizes
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.rows import RowImages, RowSizes
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 

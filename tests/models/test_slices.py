@@ -32,8 +32,8 @@ from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
 from antiphon.encoder.preprocess import Preprocessor
-from antiphon.model_card.image_tiles import SlicedImages, SliceTiling
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.slices import SlicedImages, SliceTiling
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.claim import PixelLimits

@@ -35,9 +35,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.video_utils import VideoMetadata
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.frame_videos import in_words
-from antiphon.model_card.videos import SkippingSampling
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.frame_videos import in_words
+from antiphon.model_card.vision.videos import SkippingSampling
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.claim import PixelLimits, VideoHeader

@@ -19,8 +19,8 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.image_tiles import AspectTiling, StackedTiles
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.stacked_tiles import AspectTiling, StackedTiles
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import UnsupportedVariant
 from antiphon.model_worker.model.families.multimodal import declare_internvl

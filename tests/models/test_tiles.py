@@ -21,8 +21,8 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
-from antiphon.model_card.image_tiles import TiledImages, Tiling
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.tiles import TiledImages, Tiling
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:

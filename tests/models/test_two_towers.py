@@ -31,9 +31,9 @@ from tests.support.worker import state
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
-from antiphon.model_card.images import ComparedImages
 from antiphon.model_card.pooling import read_pooling
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.compared import ComparedImages
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.tensor_files import TensorFiles
-from antiphon.model_card.image_grids import GridSizes
-from antiphon.model_card.image_tiles import SliceTiling
+from antiphon.model_card.vision.grid_sizes import GridSizes
+from antiphon.model_card.vision.slices import SliceTiling
 
 if TYPE_CHECKING:
     from pathlib import Path

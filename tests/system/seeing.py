@@ -14,7 +14,7 @@ from tests.system.stack import Stack, read, wait_until
 
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,18 +20,13 @@ from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_spec import read_features
 from antiphon.kernels.activation import activate
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.image_tiles import AnyresTiling
-from antiphon.model_card.vision import (
-    CLIP,
-    GEMMA3,
-    IDEFICS,
-    INTERN,
-    LLAMA4,
-    SIGLIP,
-    read_anyres,
-    read_llama4_tower,
-    shuffle_factor,
-)
+from antiphon.model_card.vision.canvas_tiles import LLAMA4, read_llama4_tower
+from antiphon.model_card.vision.compared import CLIP, SIGLIP
+from antiphon.model_card.vision.frame_videos import INTERN
+from antiphon.model_card.vision.padded_tiles import AnyresTiling, read_anyres
+from antiphon.model_card.vision.squares import GEMMA3
+from antiphon.model_card.vision.tiles import IDEFICS
+from antiphon.model_card.vision.tower_fields import shuffle_factor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,8 +36,8 @@ if TYPE_CHECKING:
     from antiphon.encoder.preprocess import PreprocessorConfig
     from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.model_card.image_tiles import Packing
-    from antiphon.model_card.vision import FeatureFields
+    from antiphon.model_card.vision.padded_tiles import Packing
+    from antiphon.model_card.vision.tower_fields import FeatureFields
 
 PROJECTOR = "multi_modal_projector."
 _PROJECTION = "mm_input_projection_weight"

@@ -17,10 +17,12 @@ from antiphon.encoder.grid_tower import (
     GridTowerSpec,
     ProjectorSpec,
 )
-from antiphon.model_card.area_images import GEMMA4
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, KIMI_K25, PADDLEOCR, QWEN35S
-from antiphon.model_card.vision import MINICPM, MISTRAL3, MiniCpmFields, MiniCpmTower
+from antiphon.model_card.vision.areas import GEMMA4
+from antiphon.model_card.vision.grid_fields import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
+from antiphon.model_card.vision.padded_grids import KIMI_K25
+from antiphon.model_card.vision.rows import MISTRAL3
+from antiphon.model_card.vision.slices import MINICPM, MiniCpmFields, MiniCpmTower
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -37,11 +37,13 @@ from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 from antiphon.encoder.tower_spec import VisionFamily, VisionTowerSpec, read_spec
 from antiphon.encoder.videos import VideoPreprocessor
-from antiphon.model_card.area_images import AreaImages
-from antiphon.model_card.frame_videos import FrameVideos
-from antiphon.model_card.image_grids import GridImages, PaddedImages, RowImages
-from antiphon.model_card.image_tiles import SlicedImages, SliceTiling
-from antiphon.model_card.vision import read_vision, videos_of
+from antiphon.model_card.vision.areas import AreaImages
+from antiphon.model_card.vision.frame_videos import FrameVideos
+from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.padded_grids import PaddedImages
+from antiphon.model_card.vision.rows import RowImages
+from antiphon.model_card.vision.slices import SlicedImages, SliceTiling
+from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageOps
 
-from antiphon.model_card.area_images import AreaSizes  # noqa: TC001  # msgspec, as below
-from antiphon.model_card.image_grids import (
-    GridSizes,  # msgspec reads the fields of structs
-    PaddedSizes,
-    RowSizes,  # likewise
-)
-from antiphon.model_card.image_tiles import (
-    AnyresTiling,
-    AspectTiling,
-    CanvasTiling,
-    SliceTiling,
-    Tiling,
-)
-from antiphon.model_card.images import check_unscaled
-from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
+# msgspec reads the fields of structs.
+from antiphon.model_card.vision.areas import AreaSizes  # noqa: TC001
+from antiphon.model_card.vision.base import check_unscaled
+from antiphon.model_card.vision.canvas_tiles import CanvasTiling
+from antiphon.model_card.vision.grid_sizes import GridSizes  # noqa: TC001
+from antiphon.model_card.vision.padded_grids import PaddedSizes
+from antiphon.model_card.vision.padded_tiles import AnyresTiling
+from antiphon.model_card.vision.rows import RowSizes  # noqa: TC001
+from antiphon.model_card.vision.slices import SliceTiling
+from antiphon.model_card.vision.stacked_tiles import AspectTiling
+from antiphon.model_card.vision.tiles import Tiling
+from antiphon.model_card.vision.videos import Sampling  # noqa: TC001
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:

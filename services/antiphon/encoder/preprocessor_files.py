@@ -11,39 +11,35 @@ from msgspec import Meta
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
-from antiphon.model_card.area_images import GEMMA4, read_area_file
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.grid_files import (
-    KIMI_K25,
-    VIDEO_GRIDS,
-    read_grid_file,
-    read_padded_file,
-    read_video_file,
-)
-from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
 from antiphon.model_card.processor_files import (
     ModelKind,
     PixelFields,
     image_processor_file,
     video_processor_file,
 )
-from antiphon.model_card.vision import (
-    FRAME_SAMPLINGS,
-    MINICPM,
-    has_rows,
-    read_frame_sampling,
-    read_rows,
-    read_slices,
-    read_smol_videos,
-)
+from antiphon.model_card.vision.areas import GEMMA4, read_area_file
+from antiphon.model_card.vision.canvas_tiles import CanvasTiling
+from antiphon.model_card.vision.frame_videos import FRAME_SAMPLINGS, read_frame_sampling
+from antiphon.model_card.vision.grid_fields import VIDEO_GRIDS
+from antiphon.model_card.vision.grid_videos import read_video_file
+from antiphon.model_card.vision.grids import read_grid_file
+from antiphon.model_card.vision.padded_grids import KIMI_K25, read_padded_file
+from antiphon.model_card.vision.padded_tiles import AnyresTiling
+from antiphon.model_card.vision.rows import has_rows, read_rows
+from antiphon.model_card.vision.slices import MINICPM, read_slices
+from antiphon.model_card.vision.stacked_tiles import AspectTiling
+from antiphon.model_card.vision.tiles import Tiling, read_smol_videos
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.encoder.tower_spec import VisionTowerSpec
-    from antiphon.model_card.area_images import AreaSizes
-    from antiphon.model_card.image_grids import GridSizes, PaddedSizes, RowSizes
-    from antiphon.model_card.image_tiles import SliceTiling
+    from antiphon.model_card.vision.areas import AreaSizes
+    from antiphon.model_card.vision.grid_sizes import GridSizes
+    from antiphon.model_card.vision.padded_grids import PaddedSizes
+    from antiphon.model_card.vision.rows import RowSizes
+    from antiphon.model_card.vision.slices import SliceTiling
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:

@@ -18,7 +18,7 @@ from antiphon.encoder.cache import AudioFiles, CachedEmbedding, DecodeJob, Embed
 from antiphon.model_card.audio import PromptAudio, read_audio, read_prompt_audio
 from antiphon.model_card.served_model import model_files, served_name
 from antiphon.model_card.tower_digest import tower_digest
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.resolve.device import detect_device
 from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint

@@ -12,25 +12,21 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.preprocess import BICUBIC, BILINEAR, LANCZOS, Channels
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import (
-    ANYRES,
-    GEMMA3,
-    IDEFICS,
-    INTERN,
-    LLAMA4,
-    FeatureFields,
-    SquareTower,
-    read_anyres,
-    read_anyres_fields,
-    read_aspect_tiling,
-    read_canvas_tiling,
-    read_tiling,
-)
+from antiphon.model_card.vision.canvas_tiles import LLAMA4, read_canvas_tiling
+from antiphon.model_card.vision.frame_videos import INTERN
+from antiphon.model_card.vision.padded_tiles import ANYRES, read_anyres, read_anyres_fields
+from antiphon.model_card.vision.squares import GEMMA3
+from antiphon.model_card.vision.stacked_tiles import read_aspect_tiling
+from antiphon.model_card.vision.tiles import IDEFICS, read_tiling
+from antiphon.model_card.vision.tower_fields import FeatureFields, SquareTower
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, CanvasTiling, Tiling
+    from antiphon.model_card.vision.canvas_tiles import CanvasTiling
+    from antiphon.model_card.vision.padded_tiles import AnyresTiling
+    from antiphon.model_card.vision.stacked_tiles import AspectTiling
+    from antiphon.model_card.vision.tiles import Tiling
 
 Size = Annotated[int, Meta(ge=1)]
 

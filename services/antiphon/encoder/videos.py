@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor, PreprocessorConfig
-from antiphon.model_card.videos import PAIR
+from antiphon.model_card.vision.videos import PAIR
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
 from antiphon.wire.frames import is_frame_list, unpack_frames
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.model_card.frame_videos import FrameVideos
-    from antiphon.model_card.image_grids import GridSizes
+    from antiphon.model_card.vision.frame_videos import FrameVideos
+    from antiphon.model_card.vision.grid_sizes import GridSizes
     from antiphon.wire.claim import PixelLimits, VideoHeader
 
 DEMUXER = "mp4"

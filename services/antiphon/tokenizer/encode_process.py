@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from antiphon.model_card.audio import AudioCard, PromptAudio
-from antiphon.model_card.vision import VisionCard
+from antiphon.model_card.vision.vision_card import VisionCard
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
 
-from antiphon.model_card.frame_videos import FrameVideos
-from antiphon.model_card.images import ComparedImages, Pieces
+from antiphon.model_card.vision.base import Pieces
+from antiphon.model_card.vision.compared import ComparedImages
+from antiphon.model_card.vision.frame_videos import FrameVideos
 from antiphon.tokenizer.template import MediumMarker
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from antiphon.model_card.audio import PromptAudio
-    from antiphon.model_card.vision import VideosCard, VisionCard
+    from antiphon.model_card.vision.vision_card import VideosCard, VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
     from antiphon.tokenizer.transcription import Transcriber
     from antiphon.wire.claim import AudioWindow, VideoHeader

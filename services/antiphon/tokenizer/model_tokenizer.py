@@ -17,9 +17,9 @@ from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.audio import PromptAudio
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.images import ComparedImages
 from antiphon.model_card.tokenizer_file import open_tokenizer
-from antiphon.model_card.vision import VideosCard, VisionCard, videos_of
+from antiphon.model_card.vision.compared import ComparedImages
+from antiphon.model_card.vision.vision_card import VideosCard, VisionCard, videos_of
 from antiphon.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from antiphon.model_card.audio import read_audio, read_prompt_audio
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
-from antiphon.model_card.vision import VisionCard, read_vision, videos_of
+from antiphon.model_card.vision.vision_card import VisionCard, read_vision, videos_of
 from antiphon.service.clock import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime

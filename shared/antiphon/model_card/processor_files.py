@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.vision.base import Size
 
 PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
@@ -38,6 +40,10 @@ class ImageProcessorFile(msgspec.Struct, frozen=True):
             ConfigError: They are malformed.
         """
         return parse_json(self.content or b"{}", type_, self.file)
+
+    def digest(self, config: msgspec.Struct) -> bytes:
+        """Digest of all of them, and of what was read of a model's config."""
+        return hashlib.sha256(msgspec.json.encode(config) + b"\0" + self.content).digest()
 
 
 def image_processor_file(folder: Path) -> ImageProcessorFile:
@@ -74,6 +80,13 @@ class PixelFields(msgspec.Struct, frozen=True):
     do_normalize: bool = True
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+
+class SquareEdges(msgspec.Struct, frozen=True):
+    """A size that is to be a square."""
+
+    height: Size = 384
+    width: Size = 384
 
 
 class ModelKind(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_card.served_model import model_files, tokenizer_folder
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox

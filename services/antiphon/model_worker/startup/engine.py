@@ -19,7 +19,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
 from antiphon.model_card.tower_digest import tower_digest
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore

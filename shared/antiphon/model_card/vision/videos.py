@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from antiphon.model_card.images import (
+from antiphon.model_card.vision.base import (
     LIMITS,
     Pieces,  # msgspec reads the fields of structs
     Size,

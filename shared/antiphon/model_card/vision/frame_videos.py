@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from antiphon.model_card.images import Size, check_unscaled
-from antiphon.model_card.videos import (
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.config_json import read_json
+from antiphon.model_card.processor_files import ModelKind, video_processor_file
+from antiphon.model_card.vision.base import Size, check_unscaled
+from antiphon.model_card.vision.videos import (
     EvenSampling,  # msgspec reads the fields of structs
     SeenVideo,
     SkippingSampling,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from antiphon.wire.claim import PixelLimits, VideoHeader
 
 
+INTERN, ONEVISION = "internvl", "llava_onevision"
 WORDS_MAX = 99
 """The largest number that is written in words."""
 _ONES = (
@@ -108,3 +114,35 @@ class FrameVideos(msgspec.Struct, frozen=True, kw_only=True):
         """Digest of all that decides a video's embedding beside its bytes."""
         settings = msgspec.json.encode([self.sampling, video])
         return hashlib.sha256(b"frames\0" + self.processing + settings).digest()
+
+
+class _FrameFile(msgspec.Struct, frozen=True):
+    """The settings of InternVL's or LLaVA-OneVision's video processor.
+
+    Whether it says to choose frames, all of a long video would be more than a context.
+    """
+
+    num_frames: Size | None = None
+    initial_shift: bool | float = True
+    """InternVL's: whether frames are the middle ones of their parts."""
+
+
+FRAME_SAMPLINGS = {INTERN: EvenSampling(), ONEVISION: EvenSampling(frames=32, middle=False)}
+"""As in InternVL's own examples, and as LLaVA-OneVision was trained (arXiv:2408.03326)."""
+
+
+def read_frame_sampling(folder: Path) -> EvenSampling:
+    """Read which frames the video processor of such a model chooses.
+
+    Raises:
+        ConfigError: The file is malformed, or not supported.
+    """
+    default = FRAME_SAMPLINGS[read_json(folder / "config.json", ModelKind).model_type]
+    found = video_processor_file(folder)
+    read = found.read(_FrameFile)
+    frames, shift = read.num_frames or default.frames, read.initial_shift
+    if default.middle and not isinstance(shift, bool) and shift:
+        raise ConfigError(f"{found.file}: initial_shift = {shift}: must be true or false")
+    middle = default.middle and bool(shift)
+    most = max(frames, default.most)
+    return msgspec.structs.replace(default, frames=frames, middle=middle, most=most)

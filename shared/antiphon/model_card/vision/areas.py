@@ -14,8 +14,8 @@ from msgspec import field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.images import Pieces, Size, VisionBase, check_unscaled
 from antiphon.model_card.processor_files import PixelFields, image_processor_file
+from antiphon.model_card.vision.base import Pieces, Size, VisionBase, check_unscaled, rescaled
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -97,11 +97,7 @@ class AreaImages(VisionBase, frozen=True, kw_only=True):
         return (self.before, across * down // self.sizes.edge**2, self.after)
 
     def within(self, limits: PixelLimits) -> Self:
-        sizes = self.sizes.within(limits)
-        if sizes == self.sizes:  # what a request repeats changes no key
-            return self
-        processing = hashlib.sha256(self.processing + msgspec.json.encode(sizes)).digest()
-        return msgspec.structs.replace(self, sizes=sizes, processing=processing)
+        return rescaled(self, sizes=self.sizes.within(limits))
 
 
 class _AreaTower(msgspec.Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Pieces = tuple[str | int, ...]
 """What stands in a prompt for an image: texts, and numbers of placeholders in a row."""
-
-
 LIMITS = "mm_processor_kwargs"
 """The API's name of the limits of pixels."""
 LOW_PIXELS = 512 * 512
@@ -53,6 +52,14 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Numbers of a row of an embedding, in a model of this hidden size."""
         return (1 + self.deepstack) * hidden
 
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands in a prompt for an image of this size in pixels.
+
+        Raises:
+            InvalidRequest: It is too narrow.
+        """
+        raise NotImplementedError
+
     def columns(self, width: int, height: int) -> int:
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
         del width, height
@@ -77,6 +84,21 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         raise InvalidRequest("this model's images have no grid of patches: give image_sizes")
 
 
+Card = TypeVar("Card", bound=VisionBase)
+
+
+def rescaled(card: Card, **sizes: msgspec.Struct) -> Card:
+    """The card with another field of how images are scaled or cut.
+
+    What a request repeats changes no key.
+    """
+    if all(getattr(card, name) == each for name, each in sizes.items()):
+        return card
+    settings = b"".join(map(msgspec.json.encode, sizes.values()))
+    processing = hashlib.sha256(card.processing + settings).digest()
+    return msgspec.structs.replace(card, processing=processing, **sizes)
+
+
 def single(value: float) -> float:
     """Round a number to float32."""
     (rounded,) = struct.unpack("<f", struct.pack("<f", value))
@@ -91,44 +113,3 @@ def check_unscaled(limits: PixelLimits) -> None:
     """
     if limits.least or limits.most:
         raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
-
-
-class SquareImages(VisionBase, frozen=True, kw_only=True):
-    """Every image is scaled to one square, and has `image_tokens` rows: LLaVA 1.5, Gemma 3.
-
-    `before` and `after` are texts around them.
-    """
-
-    SIZED: ClassVar = False
-
-    image_tokens: int
-    before: str = ""
-    after: str = ""
-
-    def pieces(self, width: int, height: int) -> Pieces:
-        """What stands for an image of this size in pixels."""
-        del width, height
-        if not self.before:
-            return (self.image_tokens,)
-        return (self.before, self.image_tokens, self.after)
-
-
-class ComparedImages(VisionBase, frozen=True, kw_only=True):
-    """An image is a prompt by itself, whose row is a vector to compare with texts: CLIP, SigLIP.
-
-    The row has `width` numbers. Texts are padded to `text_tokens`; 0: they are not.
-    """
-
-    SIZED: ClassVar = False
-
-    width: Size
-    text_tokens: Annotated[int, Meta(ge=0)] = 0
-
-    def row_width(self, hidden: int) -> int:
-        del hidden
-        return self.width
-
-    def pieces(self, width: int, height: int) -> Pieces:
-        """What stands for an image of this size in pixels: one token, of which nothing is read."""
-        del width, height
-        return (1,)
