@@ -33,7 +33,7 @@ from antiphon.model_worker.ranks.protocol import (
 )
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.opening import OpenModel, open_model
-from antiphon.model_worker.startup.engine import interpret
+from antiphon.model_worker.startup.host_device import interpret
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.startup.engine import kernel_choices
+from antiphon.model_worker.startup.loading import kernel_choices
 from antiphon.wire.command import KernelChoice
 
 

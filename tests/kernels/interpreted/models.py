@@ -54,7 +54,8 @@ from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
-from antiphon.model_worker.startup.engine import host_device, load_resolved
+from antiphon.model_worker.startup.host_device import host_device
+from antiphon.model_worker.startup.loading import load_resolved
 from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 

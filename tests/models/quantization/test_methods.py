@@ -45,7 +45,7 @@ from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.startup.engine import load_resolved
+from antiphon.model_worker.startup.loading import load_resolved
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve
 

@@ -51,7 +51,8 @@ from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.ranks.processes import RankProcesses
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.engine import drafts_max, open_engine, open_engine_core
+from antiphon.model_worker.startup.core import drafts_max, open_engine_core
+from antiphon.model_worker.startup.engine import open_engine
 from antiphon.resolve.draft import DraftCard, ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.resolve.resolved_value import ResolvedValue

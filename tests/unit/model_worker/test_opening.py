@@ -38,12 +38,8 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums, warm_up
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
-from antiphon.model_worker.startup.engine import (
-    Engine,
-    open_engine,
-    open_engine_core,
-    stored_tower,
-)
+from antiphon.model_worker.startup.core import open_engine_core
+from antiphon.model_worker.startup.engine import Engine, open_engine, stored_tower
 from antiphon.resolve.resolved_config import resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart

@@ -23,7 +23,7 @@ from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE, CacheGroup, GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
-from antiphon.model_worker.startup.engine import load_resolved
+from antiphon.model_worker.startup.loading import load_resolved
 from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:

@@ -21,12 +21,8 @@ from antiphon.model_worker.ranks.page_shards import FollowerShards, PageShard
 from antiphon.model_worker.ranks.processes import RankStart, start_local
 from antiphon.model_worker.ranks.protocol import FollowerRank, StepFacts, StepRefused, agree
 from antiphon.model_worker.startup.checksums import verify_digest
-from antiphon.model_worker.startup.engine import (
-    capture,
-    host_device,
-    interpret,
-    load_resolved,
-)
+from antiphon.model_worker.startup.host_device import host_device, interpret
+from antiphon.model_worker.startup.loading import capture, load_resolved
 from antiphon.service.main import CANNOT_START, FAILED, tune_gc
 from antiphon.service.startup import CannotStart, die_with
 from antiphon.telemetry import log as logs
