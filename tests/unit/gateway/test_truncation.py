@@ -23,7 +23,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
 from tests.unit.gateway.test_generate import request, visiting
 from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vectors
 
-from antiphon.gateway.requests.submission import RESERVED_OUTPUT_TOKENS
+from antiphon.gateway.requests.submit_request import RESERVED_OUTPUT_TOKENS
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests
@@ -159,7 +159,7 @@ async def test_tiny_context_keeps_a_token(at: House) -> None:
 async def test_truncation_is_logged_with_both_lengths(
     at: House, given: str | list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "antiphon.gateway.requests.submission")
+    caplog.set_level(logging.WARNING, "antiphon.gateway.requests.submit_request")
     await post(at, COMPLETE, {"prompt": "short"})
     assert not caplog.records
     await post(at, COMPLETE, {"prompt": given})

@@ -13,25 +13,29 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.config.gateway import PreferredSampling
-from antiphon.gateway.parsing.grammars import after_thinking
 from antiphon.gateway.request_log.request_log import RecordedStream, RequestLog
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
     GenerationRequest,
     Seeds,
-    answer_tokens,
-    sampling_params,
     validate_request,
 )
 from antiphon.gateway.requests.output_budget import TokenOutputBudget, output_bytes
-from antiphon.gateway.requests.pooling import OPEN_MAX, wrong_model
-from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient, truncated
+from antiphon.gateway.requests.pooling import OPEN_MAX
+from antiphon.gateway.requests.submit_request import (
+    SubmitRequestBuilder,
+    apply_reasoning,
+    check_logprob_start,
+    check_model_kind,
+    check_transcribes,
+)
+from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
 from antiphon.service.tasks import gather
 from antiphon.telemetry.tracing import request_context, span
-from antiphon.wire.base import ProcessState, Role
+from antiphon.wire.base import ProcessState
 from antiphon.wire.claim import CLAIMED_BYTES_MIN
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
@@ -44,7 +48,6 @@ from antiphon.wire.errors import (
     Unsupported,
 )
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
-from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import AdoptRequest, ResumeWindow, SubmitRequest
 
 if TYPE_CHECKING:
@@ -64,9 +67,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RESERVED_OUTPUT_TOKENS = 6
-"""Context tokens that truncation leaves for the output, as in SGLang."""
 
 
 @dataclass(eq=False)
@@ -93,7 +93,8 @@ class Submission:
 
     def __post_init__(self) -> None:
         gateway = self.runtime.settings.gateway
-        self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
+        preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
+        self._builder = SubmitRequestBuilder(self.runtime, self.model, preferred)
         self.served = served_names(self.runtime.settings)
         self._seeds = Seeds.of(self.runtime.settings, self.runtime.process.instance)
 
@@ -398,19 +399,19 @@ class Submission:
                     request_id,
                     deadline_unix_ms,
                     here.traceparent,
-                    truncate=self._may_truncate(gen_request),
+                    truncate=self._builder.may_truncate(gen_request),
                     media=() if media is None else media.headers,
                 )
-            _check_model_kind(gen_request, encoded)
+            check_model_kind(gen_request, encoded)
             if encoded.transcription is not None:
-                _check_transcribes(gen_request)
+                check_transcribes(gen_request)
             with request_context(request_id):
-                encoded = self._truncate_to_context(gen_request, encoded)
+                encoded = self._builder.truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))
             gen_request = self.tokenizers.template_defaults.with_reasoning_default(gen_request)
-            gen_request, inside = _apply_reasoning(gen_request, encoded.text_end)
+            gen_request, inside = apply_reasoning(gen_request, encoded.text_end)
             tokens_max = self._reserve(gen_request, encoded, reservation)
-            submit = self._build_submit_request(
+            submit = self._builder.build(
                 gen_request, encoded, tokens_max, request_id, deadline_unix_ms, trace.traceparent
             )
             if media is not None:
@@ -500,114 +501,15 @@ class Submission:
             text = f"the media of the request were not there within {timeout_s:g} s"
             raise DeadlineExceeded(text) from error
 
-    def _may_truncate(self, gen_request: GenerationRequest) -> bool:
-        """Whether the prompt or the token limit may be reduced to fit."""
-        allowed = self.runtime.settings.gateway.allow_auto_truncate
-        # A truncated fill-in-the-middle prompt would lose the suffix and its special token, and an
-        # image could be cut in two.
-        whole = gen_request.suffix is not None or bool(gen_request.media)
-        return allowed and gen_request.auto_truncate and not whole
-
-    def _truncate_to_context(
-        self, gen_request: GenerationRequest, encoded: EncodeReply
-    ) -> EncodeReply:
-        context_tokens = max(self._context_lengths(encoded))
-        answers = gen_request.tokens_max != 0
-        if (
-            self._may_truncate(gen_request)
-            and id_count(encoded.token_ids) + answers > context_tokens
-        ):
-            remaining = (
-                max(1, context_tokens - RESERVED_OUTPUT_TOKENS) if answers else context_tokens
-            )
-            if gen_request.text_pair is None or remaining > (encoded.second_from or remaining):
-                encoded = truncated(encoded, remaining)
-        if encoded.untruncated_tokens is not None:
-            log.warning(
-                "prompt truncated",
-                extra={
-                    "prompt_tokens": encoded.untruncated_tokens,
-                    "kept_tokens": id_count(encoded.token_ids),
-                    "context_tokens": context_tokens,
-                },
-            )
-        return encoded
-
     def _reserve(
         self, gen_request: GenerationRequest, encoded: EncodeReply, reservation: QuotaReservation
     ) -> int:
         """Charge the maximum cost of a request; return the output token limit of each choice."""
         prompt_tokens = id_count(encoded.token_ids)
-        tokens_max = answer_tokens(
-            gen_request,
-            prompt_tokens=prompt_tokens,
-            contexts=self._context_lengths(encoded),
-            preferred=self._preferred.max_new_tokens,
-            truncate=self._may_truncate(gen_request),
-        )
+        tokens_max = self._builder.output_tokens(gen_request, encoded)
         return self.access.reserve(
             reservation, gen_request, prompt_tokens=prompt_tokens, tokens_max=tokens_max
         )
-
-    def _build_submit_request(
-        self,
-        gen_request: GenerationRequest,
-        encoded: EncodeReply,
-        tokens_max: int,
-        request_id: RequestId,
-        deadline_unix_ms: int,
-        traceparent: str | None,
-    ) -> SubmitRequest:
-        sampling = self._sampling(gen_request, encoded, tokens_max)
-        content = (self.model, encoded.token_ids, sampling, gen_request.stop, gen_request.choices)
-        return SubmitRequest(
-            request_id=request_id,
-            owner=self.runtime.process,
-            tenant=gen_request.tenant,
-            model=self.model,
-            digest=hashlib.sha256(msgspec.msgpack.encode(content)).digest(),
-            prompt_ids=encoded.token_ids,
-            block_digests=encoded.block_digests,
-            choices=gen_request.choices,
-            sampling=sampling,
-            stop=gen_request.stop,
-            priority=gen_request.priority or 0,
-            cache_salt=gen_request.cache_salt,
-            deadline_unix_ms=deadline_unix_ms,
-            traceparent=traceparent,
-            resume=gen_request.resume,
-        )
-
-    def _sampling(
-        self, gen_request: GenerationRequest, encoded: EncodeReply, tokens_max: int
-    ) -> SamplingParams:
-        if gen_request.pooling is not None:
-            pool = msgspec.structs.replace(gen_request.pooling, second_from=encoded.second_from)
-            return SamplingParams(max_new_tokens=0, pool=pool)
-        least, most = gen_request.sampling.min_tokens, gen_request.tokens_max
-        if most is not None and least > most:
-            text = f"min_tokens is {least}, more than {gen_request.field('max_tokens')}"
-            raise InvalidRequest(text, param="min_tokens")
-        recommended = (
-            self.runtime.settings.gateway.sampling_defaults == "model"
-            and gen_request.model_defaults
-        )
-        return sampling_params(
-            gen_request.sampling,
-            *((self._preferred, encoded.defaults) if recommended else (self._preferred,)),
-            tokens_max=tokens_max,
-            vocabulary_size=encoded.vocabulary_size,
-        )
-
-    def _context_lengths(self, encoded: EncodeReply) -> set[int]:
-        """Context length of each worker: its cache may be smaller than the model's context."""
-        beats = [peer.heartbeat for peer in self.runtime.peers.with_role(Role.WORKER)]
-        contexts = {
-            min(encoded.context_tokens, beat.worker.context_tokens)
-            for beat in beats
-            if beat.worker is not None and beat.model == self.model
-        }
-        return contexts or {encoded.context_tokens}
 
 
 def _with_media(submit: SubmitRequest, media: tuple[Medium, ...]) -> SubmitRequest:
@@ -619,52 +521,6 @@ def _with_media(submit: SubmitRequest, media: tuple[Medium, ...]) -> SubmitReque
 
 def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
     return None if gen_request.key is None else (gen_request.tenant, gen_request.key)
-
-
-def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
-    pools = gen_request.pooling is not None
-    if pools != (encoded.pooling is not None):
-        raise wrong_model("embed" if pools else "generate text", encoded.pooling)
-
-
-def _check_transcribes(gen_request: GenerationRequest) -> None:
-    """Refuse prompts of a model that only transcribes; health checks are such."""
-    if gen_request.transcription is None and gen_request.api != PROBE_API:
-        text = "this model transcribes audio files: use /v1/audio/transcriptions"
-        raise Unsupported(text, param="model")
-
-
-def _apply_reasoning(
-    gen_request: GenerationRequest, text_end: str
-) -> tuple[GenerationRequest, bool]:
-    """Apply the output constraint after reasoning; return whether the output starts in reasoning.
-
-    The reasoning delimiters are included, for the worker's reasoning token count.
-    """
-    reasoning, grammar = gen_request.reasoning, gen_request.sampling.grammar
-    if reasoning is None:
-        return gen_request, False
-    inside = reasoning.format.begins_inside(text_end or None, thinking=reasoning.enabled)
-    marks = reasoning.format.marks(inside=inside, call_marks=reasoning.call_marks)
-    gen_request = msgspec.structs.replace(
-        gen_request, stop=msgspec.structs.replace(gen_request.stop, thinking=marks)
-    )
-    if grammar is None or reasoning.enabled is False:
-        return gen_request, inside
-    behind = after_thinking(grammar, reasoning.format, inside=inside, end_id=reasoning.end_id)
-    sampling = msgspec.structs.replace(gen_request.sampling, grammar=behind)
-    return msgspec.structs.replace(gen_request, sampling=sampling), inside
-
-
-def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> None:
-    wanted = gen_request.sampling.details
-    if wanted is not None and wanted.prompt_start > prompt_tokens:
-        field = gen_request.field("details.prompt_start")
-        text = (
-            f"{field} ({wanted.prompt_start}) is higher than the number of input tokens "
-            f"({prompt_tokens})"
-        )
-        raise InvalidRequest(text, param=field)
 
 
 @dataclass(frozen=True, eq=False)
