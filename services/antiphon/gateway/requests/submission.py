@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ import msgspec
 
 from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.request_log.request_log import RecordedStream, RequestLog
+from antiphon.gateway.requests.client_ids import ClientIds, client_id
 from antiphon.gateway.requests.generation_request import (
     PROBE_API,
     GenerationRequest,
@@ -22,6 +22,7 @@ from antiphon.gateway.requests.generation_request import (
 )
 from antiphon.gateway.requests.output_budget import TokenOutputBudget, output_bytes
 from antiphon.gateway.requests.pooling import OPEN_MAX
+from antiphon.gateway.requests.resumed_streams import ResumedStreams
 from antiphon.gateway.requests.submit_request import (
     SubmitRequestBuilder,
     apply_reasoning,
@@ -40,15 +41,13 @@ from antiphon.wire.claim import CLAIMED_BYTES_MIN
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     DeadlineExceeded,
-    DuplicateRequest,
     InvalidRequest,
     Overloaded,
     Unavailable,
     UnknownModel,
     Unsupported,
 )
-from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
-from antiphon.wire.submit import AdoptRequest, ResumeWindow, SubmitRequest
+from antiphon.wire.ids import ModelName, RequestId, TenantId, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -61,10 +60,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.service import Runtime
     from antiphon.wire.media import Medium
+    from antiphon.wire.submit import SubmitRequest
     from antiphon.wire.tokenize import EncodeReply
-
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -83,10 +80,7 @@ class Submission:
     media: MediaIntake
     _submitting: int = field(default=0, init=False)
     _probes: int = field(default=0, init=False)
-    _names: set[tuple[TenantId, ClientKey]] = field(
-        default_factory=set["tuple[TenantId, ClientKey]"], init=False
-    )
-
+    _ids: ClientIds = field(default_factory=ClientIds, init=False)
     _jobs: set[asyncio.Future[None]] = field(
         default_factory=set["asyncio.Future[None]"], init=False
     )
@@ -95,6 +89,7 @@ class Submission:
         gateway = self.runtime.settings.gateway
         preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
         self._builder = SubmitRequestBuilder(self.runtime, self.model, preferred)
+        self._resumed = ResumedStreams(self.runtime, self.driver, self.metrics, self._ids)
         self.served = served_names(self.runtime.settings)
         self._seeds = Seeds.of(self.runtime.settings, self.runtime.process.instance)
 
@@ -167,7 +162,7 @@ class Submission:
         with self.metrics.count_rejections(gen_request.tenant):
             reservation = self.access.admit(gen_request, self.model)
             try:
-                stream = await self._resume(
+                stream = await self._resumed.open(
                     gen_request, gen_request.resume, request_id, client_has, reservation
                 )
             except BaseException:
@@ -176,76 +171,6 @@ class Submission:
             if stream.reservation is not reservation:
                 reservation.end(0)
         return stream
-
-    async def _resume(
-        self,
-        gen_request: GenerationRequest,
-        window: ResumeWindow,
-        request_id: RequestId,
-        client_has: Sequence[tuple[int, int | None]],
-        reservation: QuotaReservation,
-    ) -> RequestStream:
-        message = AdoptRequest(
-            request_id=request_id,
-            tenant=gen_request.tenant,
-            owner=self.runtime.process,
-            fingerprint=window.fingerprint,
-        )
-        # The leader is asked in any case: another gateway may have adopted it meanwhile.
-        adopted = await self.driver.adopt(message)
-        submit = adopted.submit
-        # The leader may have changed the owner before, on a call whose answer did not arrive here.
-        if adopted.changed or self.driver.find(request_id) is None:
-            stream = self._resumed_stream(submit, gen_request, reservation)
-            self.driver.open_adopted(stream, adopted, client_has)
-            return stream
-
-        def ended_before() -> RequestStream:
-            stream = self._resumed_stream(submit, gen_request, reservation)
-            stream.counted = True
-            return stream
-
-        return self.driver.resume(request_id, ended_before)
-
-    def _resumed_stream(
-        self, submit: SubmitRequest, gen_request: GenerationRequest, reservation: QuotaReservation
-    ) -> RequestStream:
-        now = self.runtime.clock.now()
-        trace = span(
-            f"gateway.{gen_request.api}",
-            submit.traceparent,
-            request_id=submit.request_id,
-            tenant=submit.tenant,
-        ).start()
-        stream = RequestStream(
-            submit,
-            trace,
-            reservation,
-            api=gen_request.api,
-            received_at=now,
-            submitted_at=now,
-            accepted_at=now,
-            resumed=True,
-        )
-        thinking = submit.stop.thinking
-        stream.starts_in_reasoning = thinking is not None and thinking.inside
-        stream.labels = self.metrics.custom.current()
-        self._take_name(stream, gen_request)
-        return stream
-
-    def _take_name(self, stream: RequestStream, gen_request: GenerationRequest) -> None:
-        """Give a resumed stream its id, unless another request has taken that meanwhile."""
-        name = _name(gen_request)
-        for stale in self.driver.streams():
-            if stale.submit.request_id == stream.submit.request_id and stale.name == name:
-                stale.name = None
-                break
-        else:
-            if name in self._names:
-                return
-        stream.name = name
-        if name is not None:
-            self._names.add(name)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
         with self.metrics.count_rejections(tenant):
@@ -284,7 +209,7 @@ class Submission:
 
     @property
     def idle(self) -> bool:
-        return not (self._submitting or self._names)
+        return not (self._submitting or self._ids)
 
     def abort(self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False) -> None:
         """Abort every request whose id (the client's, else the cluster's) has this prefix or is it.
@@ -303,8 +228,7 @@ class Submission:
 
         If it is `resumable`, and its client has asked for that, it goes on for a while.
         """
-        if stream.name is not None:
-            self._names.discard(stream.name)
+        self._ids.free(stream.name)
         self._probes -= stream.api == PROBE_API
         if resumable and stream.submit.resume_ms:
             self.driver.detach(stream)
@@ -314,21 +238,15 @@ class Submission:
     @contextmanager
     def _reserve_name(self, gen_request: GenerationRequest) -> Generator[None]:
         """Count a request being submitted and reserve its id, which is kept on success."""
-        name = _name(gen_request)
+        name = self._ids.reserve(gen_request)
         probes = gen_request.api == PROBE_API
-        if name is not None:
-            if name in self._names:
-                text = f"a request with the rid '{gen_request.key}' is running"
-                raise DuplicateRequest(text, param="rid")
-            self._names.add(name)
         self._submitting += 1
         self._probes += probes
         try:
             yield
         except BaseException:
             self._probes -= probes
-            if name is not None:
-                self._names.discard(name)
+            self._ids.free(name)
             raise
         finally:
             self._submitting -= 1
@@ -444,7 +362,7 @@ class Submission:
         stream.starts_in_reasoning = inside
         stream.truncated = encoded.untruncated_tokens is not None
         stream.labels = self.metrics.custom.current()
-        stream.name = _name(gen_request)
+        stream.name = client_id(gen_request)
         self.driver.open(stream)
         return stream
 
@@ -517,10 +435,6 @@ def _with_media(submit: SubmitRequest, media: tuple[Medium, ...]) -> SubmitReque
     content = (submit.digest, [medium.span.key for medium in media])
     digest = hashlib.sha256(msgspec.msgpack.encode(content)).digest()
     return msgspec.structs.replace(submit, digest=digest, media=media)
-
-
-def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
-    return None if gen_request.key is None else (gen_request.tenant, gen_request.key)
 
 
 @dataclass(frozen=True, eq=False)
