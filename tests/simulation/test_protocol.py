@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.simulation.protocol_network import Weather
 from tests.simulation.protocol_world import SETTLE_S, World, note_silences
+from tests.simulation.seed_batch import SeedBatch
 
 from antiphon.wire.errors import Cancelled, RequestQuarantined, WorkerLost
 
@@ -277,9 +278,12 @@ def test_a_request_that_kills_its_workers_is_quarantined_and_none_of_63_others(
 @pytest.mark.timeout(1800)
 @RUNNING
 def test_no_healthy_companion_is_quarantined_in_a_hundred_seeds(running_max: int) -> None:
+    batch = SeedBatch()
     for seed in range(100, 200):
         print("seed", seed)
-        poisoned(seed, running_max)
+        with batch.world(seed, "poisoned"):
+            poisoned(seed, running_max)
+    batch.check()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -409,19 +413,27 @@ def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("hundred", range(1, 8))
 def test_seven_hundred_seeds_of_each_kind(hundred: int) -> None:
-    faults, unnoticed = list(FAULTS.values()), list(UNNOTICED.values())
-    returned = 0
+    faults, unnoticed = [*FAULTS.items()], [*UNNOTICED.items()]
+    batch, returned = SeedBatch(), 0
     for seed in range(100 * hundred, 100 * hundred + 100):
         print("seed", seed)
-        test_lost_and_repeated_messages_lose_no_request(seed)
-        test_in_a_storm_of_faults_the_promises_hold(seed)
-        returned += requeued(seed)
-        test_what_is_requeued_in_bad_weather_is_not_lost(seed)
-        fault = faults[seed % len(faults)]
-        test_after_one_fault_nothing_hangs_and_new_requests_succeed(fault, seed, 0.0)
-        fault = unnoticed[seed % len(unnoticed)]
-        test_no_request_notices_one_fault(fault, seed)
-        test_forged_terms_stop_no_request_for_longer_than_some_heartbeats(seed)
+        with batch.world(seed, "lost and repeated messages"):
+            test_lost_and_repeated_messages_lose_no_request(seed)
+        with batch.world(seed, "a storm of faults"):
+            test_in_a_storm_of_faults_the_promises_hold(seed)
+        with batch.world(seed, "requeued"):
+            returned += requeued(seed)
+        with batch.world(seed, "requeued in bad weather"):
+            test_what_is_requeued_in_bad_weather_is_not_lost(seed)
+        name, fault = faults[seed % len(faults)]
+        with batch.world(seed, f"one fault: {name}"):
+            test_after_one_fault_nothing_hangs_and_new_requests_succeed(fault, seed, 0.0)
+        name, fault = unnoticed[seed % len(unnoticed)]
+        with batch.world(seed, f"one fault, unnoticed: {name}"):
+            test_no_request_notices_one_fault(fault, seed)
+        with batch.world(seed, "forged terms"):
+            test_forged_terms_stop_no_request_for_longer_than_some_heartbeats(seed)
+    batch.check()
     assert returned > 100, "in most worlds something is requeued"
 
 
