@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
 from tests.models.model_loop import LINEAR
-from tests.models.seeing_loop import CLAIM, SeeingLoop, embedding
+from tests.models.seeing_loop import SeeingLoop, check_greedy, embedding, prompt, seeing_request
 from tests.support.gemma_vision import (
     AREA_AFTER,
     AREA_BEFORE,
@@ -22,43 +19,45 @@ from tests.support.gemma_vision import (
     area_patches,
     write_gemma4,
 )
+from tests.support.image_families import (
+    LOW,
+    card_of,
+    changed,
+    check_batch,
+    check_refused,
+    drawn_sizes,
+    processed,
+    reference,
+)
 from tests.support.llava import TEXT, picture
 from tests.support.models import change_config, open_model
-from tests.support.towers import check_every_tensor, check_rows, opened
-from tests.support.towers import embedding as embedded
-from tests.support.worker import state
+from tests.support.towers import check_every_tensor, opened
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
 
-from antiphon.config.errors import ConfigError
 from antiphon.layers.per_layer_embedding import PerLayerEmbedding
 from antiphon.model_card.vision.areas import TOKENS, AreaImages, AreaSizes
 from antiphon.model_card.vision.vision_card import read_vision, videos_of
 from antiphon.model_worker.model.families import gemma
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.ids import RequestId
-from antiphon.wire.media import Medium, MediumSpan
-from antiphon.wire.namespaces import medium_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from antiphon.model_worker.batching.state import RequestState
+    from tests.models.seeing_loop import Part
 
 SIZES = [(40, 33), (200, 31), (9, 70), (96, 96), (1, 90), (8, 8), (300, 299), (13, 12), (2000, 3)]
 TOWERS = {"plain": {}, "bounded": {"use_clipped_linears": True, "standardize": True}}
-NEW, NEAR = 8, 2e-4
-"""Tokens of an answer, and how near two logits are that may be taken either way."""
-Part = int | tuple[int, int]
-"""So many tokens of text, or tokens and content of an image."""
+NEW = 8
+"""Tokens of an answer."""
 PROMPTS: Sequence[tuple[Part, ...]] = (
-    (3, (15, 1), 4),
-    ((24, 2), 9, (2, 3), 30),
-    (40, (20, 4), 1, (9, 5), 2),
+    (3, (15, 0, 1), 4),
+    ((24, 0, 2), 9, (2, 0, 3), 30),
+    (40, (20, 0, 4), 1, (9, 0, 5), 2),
     (13,),
 )
 
@@ -68,19 +67,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_gemma4(tmp_path_factory.mktemp("gemma4"), TOWERS[request.param])
 
 
-def reference(folder: Path) -> Any:
-    return transformers.Gemma4ForConditionalGeneration.from_pretrained(folder).eval()
-
-
 def test_pixels_tokens_and_embeddings_are_those_of_transformers(folder: Path) -> None:
     """Embeddings are those of images in one batch, where ours are alone."""
     theirs: Any = Gemma4ImageProcessorPil(**AREA_PROCESSOR)
-    model, card, pixels = opened(folder), read_vision(folder), list[torch.Tensor]()
-    assert isinstance(card, AreaImages)
+    model, card, pixels = opened(folder), card_of(folder, AreaImages), list[torch.Tensor]()
     assert videos_of(card) is model.videos is None
     for size in SIZES:
-        with Image.open(io.BytesIO(picture(1, *size))) as image:
-            expected = theirs([image], return_tensors="np")
+        expected = processed(theirs, picture(1, *size))
         pixels.append(torch.as_tensor(model.preprocess(picture(1, *size))))
         found = area_patches([pixels[-1]])
         np.testing.assert_allclose(found["pixel_values"], expected["pixel_values"], atol=4e-6)
@@ -88,10 +81,7 @@ def test_pixels_tokens_and_embeddings_are_those_of_transformers(folder: Path) ->
         tokens = int(expected["num_soft_tokens_per_image"][0])
         assert card.pieces(*size) == (AREA_BEFORE, tokens, AREA_AFTER)
         assert card.columns(*size) == 0
-    with torch.inference_mode():
-        made = reference(folder).model.get_image_features(**area_patches(pixels))
-    for size, right in zip(SIZES, made.pooler_output, strict=True):
-        check_rows(embedded(model, picture(1, *size)), right)
+    check_batch(folder, model, SIZES, area_patches(pixels))
 
 
 def test_every_tensor_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,41 +91,20 @@ def test_every_tensor_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sizes_are_those_of_transformers() -> None:
-    drawn = np.random.default_rng(3).integers(1, 4000, (60, 2)).tolist()
+    known = ((48, 48), (1, 100_000), (9000, 2), (1, 1), (3360, 48))
     for tokens in TOKENS:
         sizes = AreaSizes(patch=16, merge=3, tokens_max=tokens)
-        for width, height in [*drawn, (48, 48), (1, 100_000), (9000, 2), (1, 1), (3360, 48)]:
+        for width, height in drawn_sizes(4000, 60, *known):
             expected = get_aspect_ratio_preserving_size(height, width, 16, 9 * tokens, 3)
             assert sizes.scaled(width, height) == expected[::-1], (width, height)
 
 
 def test_low_detail_has_the_fewest_tokens() -> None:
     sizes = AreaSizes(patch=16, merge=3, tokens_max=280)
-    assert sizes.within(PixelLimits(low=True)).tokens_max == 70
+    assert sizes.within(LOW).tokens_max == 70
     assert sizes.within(PixelLimits()) == sizes
     with pytest.raises(InvalidRequest, match="no min_pixels and max_pixels"):
         sizes.within(PixelLimits(most=1000))
-
-
-def media(parts: Sequence[Part], image: int) -> tuple[list[int], tuple[Medium, ...]]:
-    """The ids of a prompt, and its images, whose width is their content."""
-    ids, found = list[int](), list[Medium]()
-    for part in parts:
-        if isinstance(part, int):
-            ids += [10 + (7 * len(ids) + n) % 50 for n in range(part)]
-            continue
-        tokens, content = part
-        key = medium_key(bytes([content]) * 32, bytes([tokens]))
-        span = MediumSpan(start=len(ids), tokens=tokens, key=key)
-        found.append(Medium(span=span, width=content, height=1, claim=CLAIM))
-        ids += [image] * tokens
-    return ids, tuple(found)
-
-
-def asked(parts: Sequence[Part], image: int, name: str) -> RequestState:
-    ids, found = media(parts, image)
-    said: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.0}
-    return state(ids, request_id=RequestId(name), media=found, **said)
 
 
 @torch.inference_mode()
@@ -146,17 +115,19 @@ def check_answers(folder: Path, model: Any, **changes: Any) -> None:
     values = {"media_grids": False, "span_tokens": 70, "chunk_tokens": 26, "step_tokens_max": 40}
     opened = open_model(folder, page_tokens=4, pages=160, dtype="float32", linear=LINEAR)
     loop = SeeingLoop(opened, media_width=hidden, **{**values, **changes})
-    outputs = loop.run([asked(parts, image, str(n)) for n, parts in enumerate(PROMPTS)])
-    for parts, output in zip(PROMPTS, outputs, strict=True):
-        prompt, found = media(parts, image)
-        ids = torch.tensor([[*prompt, *output.ids]])
-        rows = [torch.as_tensor(embedding(each.width, each.span.rows, hidden)) for each in found]
+    requests = [
+        seeing_request(parts, image, str(number), max_new_tokens=NEW)
+        for number, parts in enumerate(PROMPTS)
+    ]
+    for parts, output in zip(PROMPTS, loop.run(requests), strict=True):
+        before, media = prompt(parts, image)
+        ids = torch.tensor([[*before, *output.ids]])
+        rows = [torch.as_tensor(embedding(each.width, each.span.rows, hidden)) for each in media]
         seen = {"image": SimpleNamespace(pooler_output=rows)} if rows else None
         types = (ids == image).int()
         logits = model(input_ids=ids, mm_token_type_ids=types, mm_encoder_outputs=seen).logits[0]
         assert len(output.ids) == NEW
-        for index, token in enumerate(output.ids, start=len(prompt) - 1):
-            assert logits[index, token] >= logits[index].max() - NEAR, f"{parts}: token {index}"
+        check_greedy(logits, output.ids, len(before), parts)
 
 
 @pytest.fixture(scope="module")
@@ -203,17 +174,11 @@ def test_other_answers_would_be_noticed(
 
 
 def test_images_are_causal_where_the_config_says_so(texts: Path, tmp_path: Path) -> None:
+    assert card_of(changed(texts, tmp_path), AreaImages).span_tokens == 70
     config = json.loads((texts / "config.json").read_text())
-    for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_bytes((texts / name).read_bytes())
-    card = read_vision(tmp_path)
-    assert card is not None
-    assert card.span_tokens == 70
     text = {k: v for k, v in config["text_config"].items() if k != "use_bidirectional_attention"}
     change_config(tmp_path, text_config=text)
-    card = read_vision(tmp_path)
-    assert card is not None
-    assert card.span_tokens is None
+    assert card_of(tmp_path, AreaImages).span_tokens is None
     change_config(tmp_path, vision_config=None)
     assert read_vision(tmp_path) is None
 
@@ -241,10 +206,4 @@ def test_what_does_not_fit_is_named(
     texts: Path,
     tmp_path: Path,
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((texts / name).read_bytes())
-    config = json.loads((texts / "config.json").read_text())
-    change_config(tmp_path, **{part: config[part] | changes})
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**AREA_PROCESSOR, **recipe}))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    check_refused(texts, tmp_path, complaint, {**AREA_PROCESSOR, **recipe}, **{part: changes})

@@ -6,15 +6,23 @@ pixels are those of Pillow's filters on them.
 
 from __future__ import annotations
 
-import io
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
+from tests.support.image_families import (
+    card_of,
+    changed,
+    check_low_detail,
+    check_refused,
+    drawn_sizes,
+    reference,
+    shown,
+    written,
+)
 from tests.support.llama4 import PROCESSOR, TILE_TOKENS, write_llama4
 from tests.support.llava import picture
 from tests.support.models import change_config
@@ -23,14 +31,9 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.image_utils import SizeDict
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
-from antiphon.config.errors import ConfigError
 from antiphon.model_card.vision.canvas_tiles import CanvasTiling, SeparatedTiles
-from antiphon.model_card.vision.vision_card import read_vision
-from antiphon.wire.claim import PixelLimits
-from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -46,12 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processing() -> Any:
     return image_processing("llama4")
-
-
-def card_of(folder: Path) -> SeparatedTiles:
-    card = read_vision(folder)
-    assert isinstance(card, SeparatedTiles)
-    return card
 
 
 def sizes(
@@ -75,11 +72,11 @@ def sizes(
 
 @pytest.mark.parametrize("largest", [False, True])
 def test_sizes_are_those_of_transformers(processing: Any, largest: bool) -> None:
-    drawn = np.random.default_rng(3).integers(1, 6000, (120, 2)).tolist()
-    known = [(336, 336), (672, 336), (337, 336), (1344, 1344), (1, 5000), (5000, 3), (1008, 672)]
+    known = ((336, 336), (672, 336), (337, 336), (1344, 1344), (1, 5000), (5000, 3), (1008, 672))
     for tile, most in ((336, 16), (28, 6), (336, 1)):
         tiling = CanvasTiling(tile=tile, most=most, largest=largest)
-        for width, height in [*map(tuple, drawn), *known]:
+        for width, height in drawn_sizes(6000, 120, *known):
+            found = tiling.grid(width, height), tiling.scaled(width, height)
             found = tiling.grid(width, height), tiling.scaled(width, height)
             right = sizes(processing, (width, height), tile, most, largest=largest)
             assert found == right, (width, height, tile, most)
@@ -94,7 +91,7 @@ def normalized(image: Image.Image) -> Tensor:
 
 def tiles(theirs: Any, data: bytes) -> tuple[Tensor, tuple[int, int]]:
     """The pixels of an image (F, 3, H, W), and its rows and columns of tiles."""
-    image, edge = Image.open(io.BytesIO(data)).convert("RGB"), 28
+    image, edge = shown(data), 28
     (columns, rows), size = sizes(theirs, image.size, edge, 6, largest=False)
     canvas = np.zeros((rows * edge, columns * edge, 3), np.uint8)
     canvas[: size[1], : size[0]] = np.asarray(image.resize(size, Image.Resampling.BILINEAR))
@@ -111,21 +108,18 @@ def tiles(theirs: Any, data: bytes) -> tuple[Tensor, tuple[int, int]]:
 def test_pixels_tokens_and_embeddings_are_those_of_transformers(
     folder: Path, processing: Any
 ) -> None:
-    reference: Any = transformers.Llama4ForConditionalGeneration.from_pretrained(folder).eval()
-    model, card = opened(folder), card_of(folder)
+    theirs, model, card = reference(folder), opened(folder), card_of(folder, SeparatedTiles)
     for size in SIZES:
         data = picture(1, *size)
         expected, shape = tiles(processing, data)
         found = model.preprocess(data)
         assert len(found) <= model.preprocess.recipe.frames_max
         np.testing.assert_array_equal(found, expected.numpy())
-        written = Llama4Processor._prompt_split_image(None, shape, TILE_TOKENS)  # type: ignore[arg-type]
-        pieces = card.pieces(*size)
-        ours = ("<|patch|>" * each if isinstance(each, int) else each for each in pieces)
-        assert "".join(ours) == written
+        text = Llama4Processor._prompt_split_image(None, shape, TILE_TOKENS)  # type: ignore[arg-type]
+        assert written(card.pieces(*size), "<|patch|>") == text
         with torch.inference_mode():
-            seen = reference.get_image_features(expected).last_hidden_state
-            right = reference.multi_modal_projector(seen)
+            seen = theirs.get_image_features(expected).last_hidden_state
+            right = theirs.multi_modal_projector(seen)
         check_rows(embedding(model, data), right.flatten(0, 1))
 
 
@@ -135,8 +129,7 @@ def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_another_base_of_angles(folder: Path, tmp_path: Path) -> None:
     """As published it is beside the sizes of the tower."""
-    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    changed(folder, tmp_path)
     data = picture(1, 60, 29)
     tower = json.loads((folder / "config.json").read_text())["vision_config"]
     del tower["rope_parameters"]
@@ -150,42 +143,29 @@ def test_another_base_of_angles(folder: Path, tmp_path: Path) -> None:
 
 
 def test_low_detail_is_one_tile(folder: Path) -> None:
-    card, model, limits = card_of(folder), opened(folder), PixelLimits(low=True)
-    low = card.within(limits)
-    assert low.pieces(200, 31) == ("<|image_start|><|image|>", TILE_TOKENS, "<|image_end|>")
-    assert low.processing != card.processing
-    assert len(model.preprocess.decoded(picture(1, 200, 31), 0, 0, limits).pixels) == 1
-    with pytest.raises(InvalidRequest, match="no min_pixels and max_pixels"):
-        card.within(PixelLimits(most=500))
+    pieces = ("<|image_start|><|image|>", TILE_TOKENS, "<|image_end|>")
+    decoded = check_low_detail(opened(folder), card_of(folder, SeparatedTiles), pieces)
+    assert len(decoded.pixels) == 1
 
 
 @pytest.mark.parametrize(
     ("tower", "recipe", "complaint"),
     [
-        (
-            {"pixel_shuffle_ratio": 0.4},
-            PROCESSOR,
-            "pixel_shuffle_ratio = 0.4: must be 1 by a whole",
-        ),
-        ({"pixel_shuffle_ratio": 1 / 3}, PROCESSOR, "3 patches must divide 4"),
-        ({"num_attention_heads": 16}, PROCESSOR, "not a multiple of four times"),
+        ({"pixel_shuffle_ratio": 0.4}, {}, "pixel_shuffle_ratio = 0.4: must be 1 by a whole"),
+        ({"pixel_shuffle_ratio": 1 / 3}, {}, "3 patches must divide 4"),
+        ({"num_attention_heads": 16}, {}, "not a multiple of four times"),
         ({}, {"size": {"height": 30, "width": 30}}, "makes tiles of 30 pixels"),
         ({}, {"size": {"height": 30, "width": 28}}, "size must be a square"),
-        ({}, {**PROCESSOR, "max_patches": 0}, "max_patches"),
-        ({"hidden_size": 64}, PROCESSOR, "positional_embedding_vlm is"),
+        ({}, {"max_patches": 0}, "max_patches"),
+        ({"hidden_size": 64}, {}, "positional_embedding_vlm is"),
     ],
 )
 def test_what_does_not_fit_is_named(
-    tower: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    tower: dict[str, Any],
+    recipe: dict[str, Any],
     complaint: str,
     folder: Path,
     tmp_path: Path,
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    whole = json.loads((folder / "config.json").read_text())["vision_config"]
-    change_config(tmp_path, vision_config=whole | tower)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(recipe))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    recipe = {**PROCESSOR, **recipe}
+    check_refused(folder, tmp_path, complaint, recipe, vision_config=tower)

@@ -15,8 +15,8 @@ import torch
 import transformers
 from tests.models.model_loop import LINEAR
 from tests.models.parity import draw
-from tests.models.seeing_loop import SeeingLoop, embedding
-from tests.models.test_position_axes import IMAGE, NEAR, PROMPTS, prompt, request, theirs
+from tests.models.seeing_loop import SeeingLoop, check_greedy, embedding, prompt
+from tests.models.test_position_axes import IMAGE, PROMPTS, request, theirs
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from tests.models.test_position_axes import Part
+    from tests.models.seeing_loop import Part
 
     from antiphon.model_worker.batching.plan import Floats, Ints
     from antiphon.model_worker.runner.opening import OpenModel
@@ -63,12 +63,10 @@ class Pair:
     @torch.inference_mode()
     def check(self, parts: Sequence[Part], output: Sequence[int]) -> None:
         """Compare greedy tokens with those of transformers for this prompt."""
-        ids, spans = prompt(parts)
-        rows = self._logits(parts, [*ids, *output])
-        for index, token in enumerate(output, start=len(ids) - 1):
-            assert rows[index, token] >= rows[index].max() - NEAR, f"{parts}: {index}"
+        ids, media = prompt(parts, IMAGE)
+        check_greedy(self._logits(parts, [*ids, *output]), output, len(ids), parts)
         assert len(output) == 10
-        assert len(spans) == sum(not isinstance(part, int) for part in parts)
+        assert len(media) == sum(not isinstance(part, int) for part in parts)
 
     def _logits(self, parts: Sequence[Part], ids: list[int]) -> torch.Tensor:
         model: Any = self.reference

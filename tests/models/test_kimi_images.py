@@ -6,26 +6,32 @@ pixels are those of Pillow's filter on them.
 
 from __future__ import annotations
 
-import io
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
-from tests.support.kimi_k25 import PROCESSOR, TOWER, write_kimi_k25
+from tests.support.image_families import (
+    LOW,
+    card_of,
+    check_batch,
+    check_refused,
+    drawn_sizes,
+    reference,
+    shown,
+)
+from tests.support.kimi_k25 import PROCESSOR, write_kimi_k25
 from tests.support.llava import picture
-from tests.support.models import change_config, load
+from tests.support.models import load
 from tests.support.qwen_vl import rows_of_patches
 from tests.support.torchvision_names import image_processing
-from tests.support.towers import check_every_tensor, check_rows, embedding, opened
+from tests.support.towers import check_every_tensor, embedding, opened
 
-from antiphon.config.errors import ConfigError
 from antiphon.model_card.card import read_card
 from antiphon.model_card.vision.padded_grids import PaddedImages, PaddedSizes
-from antiphon.model_card.vision.vision_card import read_vision, videos_of
+from antiphon.model_card.vision.vision_card import videos_of
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 
@@ -46,13 +52,9 @@ def processing() -> Any:
     return image_processing("kimi_k25")
 
 
-def reference(folder: Path) -> Any:
-    return transformers.Kimi_K25ForConditionalGeneration.from_pretrained(folder).eval()
-
-
 def pixels(theirs: Any, data: bytes) -> torch.Tensor:
     """Those of an image (1, 3, H, W)."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image = shown(data)
     (height, width), padded = theirs.navit_resize(image.height, image.width, 4, 2, 100, 12)
     canvas = np.zeros((*padded, 3), np.float32)
     canvas[:height, :width] = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
@@ -63,8 +65,7 @@ def test_pixels_tokens_and_embeddings_are_those_of_transformers(
     folder: Path, processing: Any
 ) -> None:
     """Embeddings are those of images in one batch, where ours are alone."""
-    model, card, images = opened(folder), read_vision(folder), list[torch.Tensor]()
-    assert isinstance(card, PaddedImages)
+    model, card, images = opened(folder), card_of(folder, PaddedImages), list[torch.Tensor]()
     assert videos_of(card) is model.videos is None
     for size in SIZES:
         images.append(pixels(processing, picture(1, *size)))
@@ -73,10 +74,7 @@ def test_pixels_tokens_and_embeddings_are_those_of_transformers(
         rows, columns = (edge // 8 for edge in found.shape[-2:])
         assert card.pieces(*size) == (rows * columns,)
         assert card.columns(*size) == 0
-    with torch.inference_mode():
-        made = reference(folder).model.get_image_features(**rows_of_patches(images))
-    for size, right in zip(SIZES, made.pooler_output, strict=True):
-        check_rows(embedding(model, picture(1, *size)), right)
+    check_batch(folder, model, SIZES, rows_of_patches(images))
 
 
 def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,23 +93,21 @@ def test_names_may_be_those_of_transformers(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("side", "most"), [(512, 16384), (12, 100), (64, 20)])
 def test_sizes_are_those_of_transformers(processing: Any, side: int, most: int) -> None:
     sizes = PaddedSizes(patch=14, merge=2, patches_max=most, side_max=side)
-    drawn = np.random.default_rng(3).integers(1, 9000, (100, 2)).tolist()
-    for width, height in [*drawn, (28, 28), (27, 40), (7168, 14), (1, 20_000), (1792, 1792)]:
+    known = ((28, 28), (27, 40), (7168, 14), (1, 20_000), (1792, 1792))
+    for width, height in drawn_sizes(9000, 100, *known):
         scaled, padded = processing.navit_resize(height, width, 14, 2, most, side)
         assert sizes.content(width, height) == scaled[::-1], (width, height)
         assert sizes.scaled(width, height) == padded[::-1], (width, height)
 
 
 def test_low_detail_is_512_pixels(folder: Path) -> None:
-    card = read_vision(folder)
-    assert isinstance(card, PaddedImages)
-    low, limits = PixelLimits(low=True), PixelLimits(most=500)
+    card = card_of(folder, PaddedImages)
     large = PaddedSizes(patch=14, merge=2, patches_max=16384, side_max=512)
     assert large.scaled(2000, 1000) == (2016, 1008)
-    assert large.within(low).scaled(2000, 1000) == (728, 364)
-    assert card.within(low) == card, "its images have fewer pixels"
+    assert large.within(LOW).scaled(2000, 1000) == (728, 364)
+    assert card.within(LOW) == card, "its images have fewer pixels"
     with pytest.raises(InvalidRequest, match="no min_pixels"):
-        card.within(limits)
+        card.within(PixelLimits(most=500))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -130,10 +126,9 @@ def test_the_config_of_kimi_k25_is_read(folder: Path, tmp_path: Path, tied: bool
         config["tie_word_embeddings"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    card, vision = read_card(tmp_path), read_vision(tmp_path)
+    card, vision = read_card(tmp_path), card_of(tmp_path, PaddedImages)
     assert (card.architecture, card.tied) == ("Kimi_K25ForConditionalGeneration", tied)
     assert card.latent == read_card(folder).latent
-    assert isinstance(vision, PaddedImages)
     assert (vision.placeholder, vision.pieces(448, 448)) == (163605, (256,))
     if not tied:
         assert load(tmp_path).spec == load(folder).spec
@@ -158,9 +153,5 @@ def test_what_does_not_fit_is_named(
     folder: Path,
     tmp_path: Path,
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    change_config(tmp_path, vision_config={**TOWER, **tower})
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **recipe}))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    recipe = {**PROCESSOR, **recipe}
+    check_refused(folder, tmp_path, complaint, recipe, vision_config=dict(tower))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
+from tests.support.image_families import (
+    card_of,
+    check_low_detail,
+    check_refused,
+    drawn_sizes,
+    processed,
+    reference,
+)
 from tests.support.llava import picture
 from tests.support.llava_next import (
     NEXT_PROCESSOR,
@@ -31,7 +37,6 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.vision.padded_tiles import PaddedTiles
 from antiphon.model_card.vision.vision_card import read_vision
-from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,29 +59,20 @@ def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return CASES[case][0](tmp_path_factory.mktemp(case))
 
 
-def card_of(folder: Path) -> PaddedTiles:
-    card = read_vision(folder)
-    assert isinstance(card, PaddedTiles)
-    return card
-
-
 def test_pixels_tokens_and_embeddings_are_those_of_transformers(case: str, folder: Path) -> None:
     """The card comes to as many rows by an image's size as the model packs of it."""
     _, processor, recipe = CASES[case]
-    theirs = processor(**recipe)
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    reference = getattr(transformers, architecture).from_pretrained(folder).eval()
-    model, card, counts = opened(folder), card_of(folder), set[Any]()
+    pil, theirs = processor(**recipe), reference(folder)
+    model, card, counts = opened(folder), card_of(folder, PaddedTiles), set[Any]()
     for size in SIZES:
         data = picture(1, *size)
-        with Image.open(io.BytesIO(data)) as image:
-            expected = np.asarray(theirs([image], return_tensors="np")["pixel_values"])
+        expected = np.asarray(processed(pil, data)["pixel_values"])
         found = model.preprocess(data)
         assert len(found) <= model.preprocess.recipe.frames_max
         np.testing.assert_allclose(found, expected[0], rtol=0, atol=2e-6)
         with torch.inference_mode():
             inputs = padded([torch.as_tensor(found)], [size])
-            (right,) = reference.model.get_image_features(**inputs).pooler_output
+            (right,) = theirs.model.get_image_features(**inputs).pooler_output
         assert card.pieces(*size) == (len(right),)
         counts.add(len(right))
         check_rows(embedding(model, data), right)
@@ -102,7 +98,7 @@ def test_published_sizes_are_packed_as_transformers_packs_them(kind: str, tmp_pa
         },
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    card = card_of(tmp_path)
+    card = card_of(tmp_path, PaddedTiles)
     processor: Any = (
         transformers.LlavaOnevisionProcessor if onevision else transformers.LlavaNextProcessor
     )
@@ -110,21 +106,18 @@ def test_published_sizes_are_packed_as_transformers_packs_them(kind: str, tmp_pa
     theirs.image_processor = CASES[kind][1]()
     theirs.patch_size, theirs.num_additional_image_tokens = 14, 0
     theirs.num_image_tokens, theirs.vision_aspect_ratio = 729, "anyres_max_9"
-    sizes = np.random.default_rng(3).integers(1, 3000, (60, 2)).tolist()
-    for width, height in [*sizes, (336, 336), (1024, 768), (5000, 9), (800, 600)]:
+    known = ((336, 336), (1024, 768), (5000, 9), (800, 600))
+    for width, height in drawn_sizes(3000, 60, *known):
         assert card.pieces(width, height) == (
             theirs._get_number_of_features(height, width, edge, edge),
         )
 
 
 def test_low_detail_is_one_tile(folder: Path) -> None:
-    model, limits = opened(folder), PixelLimits(low=True)
-    low = card_of(folder).within(limits)
-    assert low.pieces(200, 31) == (17,)
-    decoded = model.preprocess.decoded(picture(1, 200, 31), 0, 0, limits)
+    model = opened(folder)
+    decoded = check_low_detail(model, card_of(folder, PaddedTiles), (17,))
     assert decoded.pixels.shape == (1, 28, 28, 3)
     assert model.embed(decoded).tokens == 17
-    assert low.processing != card_of(folder).processing
 
 
 @pytest.mark.parametrize(
@@ -144,8 +137,8 @@ def test_low_detail_is_one_tile(folder: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(
-    changes: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    changes: dict[str, Any],
+    recipe: dict[str, Any],
     complaint: str,
     case: str,
     folder: Path,
@@ -153,13 +146,7 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     if "vision_aspect_ratio" in changes and case == "next":
         return  # it has none
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    change_config(tmp_path, **changes)
-    written = json.dumps({**CASES[case][2], **recipe})
-    (tmp_path / "preprocessor_config.json").write_text(written)
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    check_refused(folder, tmp_path, complaint, {**CASES[case][2], **recipe}, **changes)
 
 
 def test_features_that_are_no_grid_are_refused(case: str, folder: Path, tmp_path: Path) -> None:

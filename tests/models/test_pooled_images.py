@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
 from tests.support.gemma_vision import IMAGE_TOKENS, write_gemma_vision
+from tests.support.image_families import changed, check_refused, processed, reference
 from tests.support.llava import picture
-from tests.support.models import change_config
+from tests.support.towers import check_rows, embedding, opened
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import BatchingConfig
-from antiphon.encoder.model import open_model
 from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.service.startup import CannotStart
@@ -38,22 +33,15 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pixels_and_embeddings_are_those_of_transformers(gemma: Path) -> None:
-    model = open_model(Settings(), gemma)
+    model, theirs = opened(gemma), reference(gemma)
     processor: Any = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
-    made = transformers.Gemma3ForConditionalGeneration.from_pretrained(gemma)
-    reference: Any = made.eval()
     for size in SIZES:
         data = picture(2, *size)
-        with Image.open(io.BytesIO(data)) as image:
-            pixels = np.asarray(processor([image], return_tensors="np")["pixel_values"])
+        pixels = np.asarray(processed(processor, data)["pixel_values"])
         np.testing.assert_allclose(model.preprocess(data), pixels, rtol=0, atol=2e-6)
         with torch.inference_mode():
-            expected = reference.model.get_image_features(torch.as_tensor(pixels)).pooler_output[0]
-        ours = model.embed(model.preprocess.decoded(data))
-        found = torch.frombuffer(bytearray(ours.data), dtype=torch.float32)
-        found = found.view(ours.tokens, ours.hidden)
-        assert found.shape == expected.shape
-        assert ((found - expected).abs().max() / expected.std()).item() < 2e-5
+            made = theirs.model.get_image_features(torch.as_tensor(pixels)).pooler_output[0]
+        check_rows(embedding(model, data), made)
 
 
 def test_an_image_stands_between_the_texts_of_gemmas_processor(gemma: Path) -> None:
@@ -75,17 +63,11 @@ def test_an_image_stands_between_the_texts_of_gemmas_processor(gemma: Path) -> N
 def test_what_does_not_fit_is_named(
     changes: dict[str, Any], complaint: str, gemma: Path, tmp_path: Path
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((gemma / name).read_bytes())
-    change_config(tmp_path, **changes)
-    opens = read_vision if "sliding" in complaint else partial(open_model, Settings())
-    with pytest.raises(ConfigError, match=complaint):
-        opens(tmp_path)
+    check_refused(gemma, tmp_path, complaint, **changes)
 
 
 def test_pan_and_scan_is_refused(gemma: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((gemma / "config.json").read_bytes())
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_pan_and_scan": True}))
+    changed(gemma, tmp_path, {"do_pan_and_scan": True})
     with pytest.raises(ConfigError, match="do_pan_and_scan"):
         read_vision(tmp_path)
 

@@ -16,11 +16,16 @@ import transformers
 from tests.models.draft_models import open_draft, with_draft
 from tests.models.model_loop import LINEAR
 from tests.models.parity import draw
-from tests.models.seeing_loop import SeeingLoop, embedding, medium
+from tests.models.seeing_loop import (
+    SeeingLoop,
+    check_greedy,
+    embedding,
+    prompt,
+    seeing_request,
+)
 from tests.models.test_speculation import often_wrong
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
-from tests.support.worker import state
 
 from antiphon.model_worker.batching import state as batching_state
 from antiphon.model_worker.batching.plan import StepPlan
@@ -29,11 +34,12 @@ from antiphon.model_worker.batching.positions import media_positions
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.observability.replay import replay
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
+
+    from tests.models.seeing_loop import Part
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.state import RequestState
@@ -44,10 +50,6 @@ if TYPE_CHECKING:
 HIDDEN = 64
 IMAGE = 120
 NEW = 10
-NEAR = 2e-4
-"""Logits that are nearer than this may be taken either way."""
-Part = int | tuple[int, int, int]
-"""So many tokens of text, or rows, columns and content of an image."""
 PROMPTS: Sequence[tuple[Part, ...]] = (
     (3, (3, 5, 1), 4),
     ((1, 7, 2), 9),
@@ -71,19 +73,17 @@ class Pair:
     @torch.inference_mode()
     def check(self, parts: Sequence[Part], output: Sequence[int]) -> None:
         """Compare greedy tokens with those of transformers for this prompt."""
-        ids, _ = prompt(parts)
-        rows = self._logits(parts, [*ids, *output])
+        ids, _ = prompt(parts, IMAGE)
         assert len(output) == NEW
-        for index, token in enumerate(output, start=len(ids) - 1):
-            assert rows[index, token] >= rows[index].max() - NEAR, f"{parts}: {index}"
+        check_greedy(self._logits(parts, [*ids, *output]), output, len(ids), parts)
 
     def _logits(self, parts: Sequence[Part], ids: list[int]) -> torch.Tensor:
         model = self.reference
         images = [part for part in parts if not isinstance(part, int)]
         tokens = torch.tensor([ids])
         embedded = model.get_input_embeddings()(tokens)
-        for (rows, columns, content), each in zip(images, prompt(parts)[1], strict=True):
-            first = each.start
+        for (rows, columns, content), each in zip(images, prompt(parts, IMAGE)[1], strict=True):
+            first = each.span.start
             found = torch.as_tensor(embedding(content, rows * columns, HIDDEN))
             embedded[0, first : first + rows * columns] = found
         states = model.model.language_model(
@@ -102,24 +102,8 @@ def theirs(
     return index(tokens, (tokens == IMAGE).int(), image_grid_thw=grids if images else None)[0]
 
 
-def prompt(parts: Sequence[Part]) -> tuple[list[int], list[MediumSpan]]:
-    ids, spans = list[int](), list[Any]()
-    for part in parts:
-        if isinstance(part, int):
-            ids += [10 + (7 * len(ids) + n) % 50 for n in range(part)]
-        else:
-            rows, columns, content = part
-            spans.append(medium(len(ids), rows, columns, content).span)
-            ids += [IMAGE] * (rows * columns)
-    return ids, spans
-
-
-def request(parts: Sequence[Part], name: str, **sampling: Any) -> RequestState:
-    ids, spans = prompt(parts)
-    images = [part for part in parts if not isinstance(part, int)]
-    media = tuple(medium(span.start, *image) for span, image in zip(spans, images, strict=True))
-    said = {"max_new_tokens": NEW, "temperature": 0.0, **sampling}
-    return state(ids, request_id=RequestId(name), media=media, **said)
+def request(parts: Sequence[Part], name: str) -> RequestState:
+    return seeing_request(parts, IMAGE, name, max_new_tokens=NEW)
 
 
 def made(folder: Path, architecture: Any, sections: Sequence[int], **text: Any) -> Pair:
@@ -192,6 +176,17 @@ def places(span: MediumSpan) -> Ints:
     return np.arange(span.start, span.start + span.tokens, dtype=np.int32)
 
 
+def check_image_positions(model: Any) -> None:
+    """Positions of two images, and of text before, between and behind them, are the model's."""
+    types = torch.tensor([[0, 0, *[1] * 15, 0, 0, 0, *[1] * 8, 0, 0]])
+    grids = torch.tensor([[1, 6, 10], [1, 8, 4]])
+    expected, _ = model.get_rope_index(types, types, image_grid_thw=grids)
+    _, media = prompt((2, (3, 5, 1), 3, (4, 2, 2), 2), IMAGE)
+    positions, offset = media_positions((each.span, places(each.span)) for each in media)
+    rest = np.tile(np.arange(positions.shape[1], 30) + offset, (3, 1))
+    np.testing.assert_array_equal(np.concatenate([positions, rest], axis=1), expected[:, 0])
+
+
 def no_offset(media: Iterable[tuple[MediumSpan, Ints]]) -> tuple[Ints, int]:
     return media_positions(media)[0], 0
 
@@ -262,7 +257,7 @@ def test_a_cached_prefix_may_end_within_an_image(pair: Pair) -> None:
 def test_drafts_after_images_are_verified_at_their_positions(pair: Pair, overlap: bool) -> None:
     _, plain = run(pair, {})
     texts = {
-        ChoiceKey(key): [*prompt(parts)[0], *output]
+        ChoiceKey(key): [*prompt(parts, IMAGE)[0], *output]
         for key, (parts, output) in enumerate(zip(PROMPTS, plain, strict=True))
     }
     loop, outputs = run(pair, {"drafter": often_wrong(texts), "overlap": overlap})
@@ -285,10 +280,10 @@ def test_rows_that_follow_drafts_in_flight_have_their_positions(pair: Pair) -> N
 
 def test_positions_are_those_of_transformers(pair: Pair) -> None:
     for parts in PROMPTS:
-        ids, spans = prompt(parts)
+        ids, media = prompt(parts, IMAGE)
         images = [part for part in parts if not isinstance(part, int)]
         expected = theirs(pair.reference, images, torch.tensor([ids]))[:, 0].numpy()
-        positions, offset = media_positions((span, places(span)) for span in spans)
+        positions, offset = media_positions((each.span, places(each.span)) for each in media)
         rest = np.arange(positions.shape[1], len(ids)) + offset
         found = np.concatenate([positions, np.tile(rest, (3, 1))], axis=1)
         np.testing.assert_array_equal(found, expected)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import io
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
+from tests.support.image_families import (
+    LOW,
+    card_of,
+    changed,
+    check_batch,
+    check_refused,
+    processed,
+    reference,
+    written,
+)
 from tests.support.llava import picture
-from tests.support.models import change_config
 from tests.support.pixtral import PROCESSOR, batched, write_mistral3, write_pixtral
 from tests.support.towers import check_every_tensor, check_rows, embedding, opened
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from antiphon.config.errors import ConfigError
 from antiphon.model_card.vision.rows import RowImages, RowSizes
-from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 SIZES = [(40, 33), (200, 31), (9, 70), (60, 60), (300, 299), (5, 3), (1, 50), (11, 10)]
@@ -41,12 +43,6 @@ def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return WRITERS[name][0](tmp_path_factory.mktemp(name))
 
 
-def card_of(folder: Path) -> RowImages:
-    card = read_vision(folder)
-    assert isinstance(card, RowImages)
-    return card
-
-
 def marks(height: int, width: int, edge: int) -> str:
     """As `PixtralProcessor` writes them, which needs torchvision."""
     row = ["[IMG]"] * (width // edge) + ["[IMG_BREAK]"]
@@ -58,24 +54,15 @@ def test_pixels_marks_and_embeddings_are_those_of_transformers(name: str, folder
     merge = WRITERS[name][1]
     recipe: dict[str, Any] = {**PROCESSOR, "patch_size": 5 * merge}
     pil: Any = PixtralImageProcessorPil(**recipe)
-    model, card = opened(folder), card_of(folder)
-    images = list[torch.Tensor]()
+    model, card, images = opened(folder), card_of(folder, RowImages), list[torch.Tensor]()
     for size in SIZES:
-        with Image.open(io.BytesIO(picture(1, *size))) as image:
-            expected = pil([image], return_tensors="np")
+        expected = processed(pil, picture(1, *size))
         found = model.preprocess(picture(1, *size))
         np.testing.assert_allclose(found, expected["pixel_values"], rtol=0, atol=2e-6)
-        pieces = card.pieces(*size)
-        text = "".join(piece if isinstance(piece, str) else "[IMG]" * piece for piece in pieces)
         height, width = expected["image_sizes"][0]
-        assert text == marks(height, width, 5 * merge)
+        assert written(card.pieces(*size), "[IMG]") == marks(height, width, 5 * merge)
         images.append(torch.as_tensor(found))
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    reference = getattr(transformers, architecture).from_pretrained(folder).eval()
-    with torch.inference_mode():
-        features = reference.model.get_image_features(**batched(images)).pooler_output
-    for size, right in zip(SIZES, features, strict=True):
-        check_rows(embedding(model, picture(1, *size)), right)
+    check_batch(folder, model, SIZES, batched(images))
 
 
 def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,22 +70,18 @@ def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_earlier_layer_is_that_of_transformers(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    change_config(tmp_path, vision_feature_layer=1)
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    reference = getattr(transformers, architecture).from_pretrained(tmp_path).eval()
+    changed(folder, tmp_path, vision_feature_layer=1)
     model, data = opened(tmp_path), picture(2, 33, 40)
     inputs = batched([torch.as_tensor(model.preprocess(data))])
     with torch.inference_mode():
-        (right,) = reference.model.get_image_features(**inputs).pooler_output
+        (right,) = reference(tmp_path).model.get_image_features(**inputs).pooler_output
     check_rows(embedding(model, data), right)
 
 
 def test_low_detail_is_512_pixels() -> None:
     sizes = RowSizes(edge=28, longest=1540)
     assert sizes.scaled(2000, 1000) == (1540, 784)
-    assert sizes.within(PixelLimits(low=True)).scaled(2000, 1000) == (532, 280)
+    assert sizes.within(LOW).scaled(2000, 1000) == (532, 280)
     assert sizes.within(PixelLimits()) == sizes
     with pytest.raises(InvalidRequest, match="too narrow"):
         sizes.scaled(5000, 3)
@@ -117,15 +100,10 @@ def test_low_detail_is_512_pixels() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(
-    changes: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    changes: dict[str, Any],
+    recipe: dict[str, Any],
     complaint: str,
     folder: Path,
     tmp_path: Path,
 ) -> None:
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((folder / file).read_bytes())
-    change_config(tmp_path, **changes)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **recipe}))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    check_refused(folder, tmp_path, complaint, {**PROCESSOR, **recipe}, **changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,33 +9,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
+from tests.support.image_families import (
+    card_of,
+    changed,
+    check_low_detail,
+    check_refused,
+    drawn_sizes,
+    processed,
+    reference,
+    written,
+)
 from tests.support.llava import picture
 from tests.support.minicpm_v import (
     PLACEHOLDER,
     PROCESSOR,
-    TOWER,
     slices_in_a_row,
     write_minicpm_v,
 )
-from tests.support.models import change_config
 from tests.support.towers import check_every_tensor, check_rows, embedding, opened
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
-from antiphon.config.errors import ConfigError
 from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
 from antiphon.encoder.preprocess import Preprocessor
 from antiphon.model_card.vision.slices import SlicedImages, SliceTiling
-from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
-from antiphon.wire.claim import PixelLimits
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import ModelName, RequestId
@@ -45,7 +47,6 @@ from antiphon.wire.namespaces import PageOrigin
 from antiphon.wire.tokenize import EncodeRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 SIZES = [(40, 33), (200, 31), (9, 70), (32, 32), (1, 90), (300, 299), (5, 3), (60, 64)]
@@ -67,26 +68,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_minicpm_v(tmp_path_factory.mktemp("minicpm"))
 
 
-def card_of(folder: Path) -> SlicedImages:
-    card = read_vision(folder)
-    assert isinstance(card, SlicedImages)
-    return card
-
-
-def marks(processed: Any, divisor: int = 16) -> str:
-    return MiniCPMV4_6Processor.replace_image_token(
-        WORDS, processed, 0, image_token_divisor=divisor
-    )
+def marks(expected: Any, divisor: int = 16) -> str:
+    return MiniCPMV4_6Processor.replace_image_token(WORDS, expected, 0, image_token_divisor=divisor)
 
 
 def compare(folder: Path, mode: str) -> None:
     """Embeddings are those of images in one batch, where ours are alone."""
     theirs: Any = MiniCPMV4_6ImageProcessorPil(**PROCESSOR, downsample_mode=mode)
-    reference: Any = transformers.MiniCPMV4_6ForConditionalGeneration.from_pretrained(folder).eval()
-    model, card, parts, counts = opened(folder), card_of(folder), list[torch.Tensor](), list[int]()
+    model, card = opened(folder), card_of(folder, SlicedImages)
+    parts, counts = list[torch.Tensor](), list[int]()
     for size in SIZES:
         data = picture(1, *size)
-        expected = theirs([Image.open(io.BytesIO(data))], return_tensors="np")
+        expected = processed(theirs, data)
         made = [
             torch.as_tensor(part)
             for part in model.preprocess.frames(model.preprocess.decoded(data))
@@ -98,14 +91,13 @@ def compare(folder: Path, mode: str) -> None:
         )
         counts.append(len(expected["target_sizes"]))
         assert counts[-1] <= model.preprocess.recipe.frames_max
-        pieces = card.pieces(*size)
-        text = "".join(PLACEHOLDER * each if isinstance(each, int) else each for each in pieces)
-        assert text == marks(expected, 16 if mode == "16x" else 4)
+        divisor = 16 if mode == "16x" else 4
+        assert written(card.pieces(*size), PLACEHOLDER) == marks(expected, divisor)
         parts += made
     with torch.inference_mode():
-        features = reference.model.get_image_features(**slices_in_a_row(parts)).pooler_output
+        features = reference(folder).model.get_image_features(**slices_in_a_row(parts))
     assert max(counts) > 1
-    frames = iter(features)
+    frames = iter(features.pooler_output)
     for size, count in zip(SIZES, counts, strict=True):
         right = torch.cat([next(frames) for _ in range(count)])
         check_rows(embedding(model, picture(1, *size)), right)
@@ -135,8 +127,8 @@ def test_every_tensor_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_sizes_are_those_of_transformers() -> None:
     theirs: Any = MiniCPMV4_6ImageProcessorPil()
     tiling = SliceTiling(resolution=448, edge=56, most=9)
-    drawn = np.random.default_rng(3).integers(1, 4000, (200, 2)).tolist()
-    for width, height in [*drawn, (448, 448), (896, 448), (449, 448), (1, 4000), (1344, 1344)]:
+    known = ((448, 448), (896, 448), (449, 448), (1, 4000), (1344, 1344))
+    for width, height in drawn_sizes(4000, 200, *known):
         grid = theirs.get_sliced_grid((height, width), 9, 448)
         right = theirs.find_best_resize((height, width), 448, 14, "16x", allow_upscale=grid is None)
         assert tiling.whole(width, height) == right[::-1], (width, height)
@@ -149,12 +141,8 @@ def test_sizes_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("numbered", [True, False])
 def test_images_are_numbered_in_a_prompt(folder: Path, tmp_path: Path, numbered: bool) -> None:
     """As transformers numbers them; what is cached of an image does not depend on it."""
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    recipe = {**PROCESSOR, "use_image_id": numbered}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(recipe))
-    card = card_of(tmp_path)
-    words = read_model_tokenizer(tmp_path, vision=card)
+    changed(folder, tmp_path, {**PROCESSOR, "use_image_id": numbered})
+    words = read_model_tokenizer(tmp_path, vision=card_of(tmp_path, SlicedImages))
     encoder = TextEncoder(words, PageOrigin(model_digest="m"), 10**6, context_tokens=10**6)
     image = MediumHeader(digest=bytes(32), width=60, height=29)
     request = EncodeRequest(
@@ -167,8 +155,7 @@ def test_images_are_numbered_in_a_prompt(folder: Path, tmp_path: Path, numbered:
     (found,) = encoder.encode([request])
     assert isinstance(found, EncodedPrompt)
     theirs: Any = MiniCPMV4_6ImageProcessorPil(**PROCESSOR)
-    written = marks(theirs([Image.open(io.BytesIO(picture(1, 60, 29)))], return_tensors="np"))
-    both = [written, written]
+    both = [marks(processed(theirs, picture(1, 60, 29)))] * 2
     if numbered:
         both = MiniCPMV4_6Processor._prepend_local_ids(WORDS, [request.prompt], both, PLACEHOLDER)
     text = f"One {both[0]} and {both[1]}?"
@@ -199,20 +186,15 @@ def test_a_narrow_image_is_refused(folder: Path) -> None:
 
 
 def test_low_detail_is_all_of_an_image(folder: Path) -> None:
-    card, model, limits = card_of(folder), opened(folder), PixelLimits(low=True)
-    low = card.within(limits)
-    assert low.pieces(200, 31) == ("<image>", 5, "</image>")
-    assert low.processing != card.processing
-    assert model.preprocess.decoded(picture(1, 200, 31), 0, 0, limits).overview is None
-    with pytest.raises(InvalidRequest, match="no min_pixels and max_pixels"):
-        card.within(PixelLimits(most=500))
+    model, card = opened(folder), card_of(folder, SlicedImages)
+    assert check_low_detail(model, card, ("<image>", 5, "</image>")).overview is None
 
 
 @pytest.mark.parametrize(
     ("config", "recipe", "complaint"),
     [
-        ({"vision_config": {**TOWER, "num_attention_heads": 16}}, {}, "four times"),
-        ({"vision_config": {**TOWER, "image_size": 24}}, {}, "position_embedding.weight is"),
+        ({"vision_config": {"num_attention_heads": 16}}, {}, "four times"),
+        ({"vision_config": {"image_size": 24}}, {}, "position_embedding.weight is"),
         ({"insert_layer_id": 2}, {}, "must be one of 2 layers"),
         ({"merge_kernel_size": [2, 1]}, {}, r"must be \[2, 2\]"),
         ({"merger_times": 2}, {}, "merger_times = 2: must be 1"),
@@ -224,15 +206,10 @@ def test_low_detail_is_all_of_an_image(folder: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(
-    config: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    config: dict[str, Any],
+    recipe: dict[str, Any],
     complaint: str,
     folder: Path,
     tmp_path: Path,
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    change_config(tmp_path, **config)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **recipe}))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    check_refused(folder, tmp_path, complaint, {**PROCESSOR, **recipe}, **config)

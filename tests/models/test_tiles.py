@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import json
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
+from tests.support.image_families import (
+    LOW,
+    card_of,
+    changed,
+    check_refused,
+    processed,
+    reference,
+    written,
+)
 from tests.support.llava import picture, write_random
-from tests.support.models import change_config
 from tests.support.smolvlm import PROCESSOR, write_smolvlm
+from tests.support.towers import check_rows, embedding, opened
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from antiphon.config.errors import ConfigError
-from antiphon.config.settings import Settings
-from antiphon.encoder.model import VisionModel, open_model
 from antiphon.model_card.vision.tiles import TiledImages, Tiling
-from antiphon.model_card.vision.vision_card import read_vision
-from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,15 +43,9 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_smolvlm(tmp_path_factory.mktemp("smolvlm"))
 
 
-def opened(folder: Path) -> VisionModel:
-    return open_model(Settings(), folder)
-
-
 def theirs(recipe: Mapping[str, Any], data: bytes) -> Mapping[str, Any]:
-    processor = Idefics3ImageProcessorPil(**recipe)
-    with Image.open(io.BytesIO(data)) as image:
-        more: dict[str, Any] = {"return_tensors": "np", "return_row_col_info": True}
-        return cast("Mapping[str, Any]", processor([image], **more))
+    processor: Any = Idefics3ImageProcessorPil(**recipe)
+    return processed(partial(processor, return_row_col_info=True), data)
 
 
 @pytest.mark.parametrize("recipe", [PROCESSOR, FOLDED, WHOLE, ODD], ids=["", "1", "whole", "odd"])
@@ -56,12 +53,8 @@ def test_pixels_and_prompts_are_those_of_transformers(
     recipe: Mapping[str, Any], smolvlm: Path, tmp_path: Path
 ) -> None:
     """The card comes to as many tiles by an image's size as the preprocessor cuts out of it."""
-    for file in smolvlm.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "preprocessor_config.json").unlink()
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(recipe))
-    model, card = opened(tmp_path), read_vision(tmp_path)
-    assert isinstance(card, TiledImages)
+    changed(smolvlm, tmp_path, recipe)
+    model, card = opened(tmp_path), card_of(tmp_path, TiledImages)
     for size in SIZES:
         data = picture(1, *size)
         expected = theirs(recipe, data)
@@ -71,8 +64,7 @@ def test_pixels_and_prompts_are_those_of_transformers(
         pieces = card.pieces(*size)
         assert sum(isinstance(piece, int) for piece in pieces) == len(found), size
         assert all(isinstance(a, int) != isinstance(b, int) for a, b in pairwise(pieces))
-        text = "".join(piece if isinstance(piece, str) else "<image>" * piece for piece in pieces)
-        assert text == get_image_prompt_string(
+        assert written(pieces, "<image>") == get_image_prompt_string(
             expected["rows"][0][0],
             expected["cols"][0][0],
             card.tile_tokens,
@@ -83,14 +75,13 @@ def test_pixels_and_prompts_are_those_of_transformers(
 
 
 def test_low_detail_is_an_image_that_is_not_cut(smolvlm: Path) -> None:
-    model, card, limits = opened(smolvlm), read_vision(smolvlm), PixelLimits(low=True)
-    assert isinstance(card, TiledImages)
-    low = card.within(limits)
+    model, card = opened(smolvlm), card_of(smolvlm, TiledImages)
+    low = card.within(LOW)
     assert low.processing != card.processing
-    assert low.within(limits) == low, "it changes no key where it changes nothing"
+    assert low.within(LOW) == low, "it changes no key where it changes nothing"
     data = picture(1, *SIZES[-1])
     assert len(model.preprocess.decoded(data).pixels) > 1
-    found = model.preprocess.decoded(data, limits=limits).pixels
+    found = model.preprocess.decoded(data, limits=LOW).pixels
     whole = theirs({**PROCESSOR, "do_image_splitting": False}, data)["pixel_values"][0]
     np.testing.assert_allclose(model.preprocess.normalized(found), whole, rtol=0, atol=2e-6)
     pieces = [piece for piece in low.pieces(*SIZES[-1]) if isinstance(piece, int)]
@@ -127,19 +118,13 @@ def test_embeddings_are_those_of_transformers(side: int, smolvlm: Path, tmp_path
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(recipe))
         folder = write_random(tmp_path, transformers.SmolVLMForConditionalGeneration(config))
     model = opened(folder)
-    made = transformers.SmolVLMForConditionalGeneration.from_pretrained(folder)
-    reference: Any = made.eval()
+    made = reference(folder)
     for size in SIZES[:3]:
         data = picture(2, *size)
         frames = torch.as_tensor(model.preprocess(data))
         with torch.inference_mode():
-            expected = reference.model.get_image_features(frames[None]).pooler_output[0]
-        ours = model.embed(model.preprocess.decoded(data))
-        found = torch.frombuffer(bytearray(ours.data), dtype=torch.float32)
-        found = found.view(ours.tokens, ours.hidden)
-        assert found.shape == expected.shape
-        assert len(ours.data) <= model.embedding_bytes
-        assert ((found - expected).abs().max() / expected.std()).item() < 2e-5
+            right = made.model.get_image_features(frames[None]).pooler_output[0]
+        check_rows(embedding(model, data), right)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +136,10 @@ def test_embeddings_are_those_of_transformers(side: int, smolvlm: Path, tmp_path
     ],
 )
 def test_what_does_not_fit_is_named(
-    changes: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    changes: dict[str, Any],
+    recipe: dict[str, Any],
     complaint: str,
     smolvlm: Path,
     tmp_path: Path,
 ) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((smolvlm / name).read_bytes())
-    change_config(tmp_path, **changes)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(recipe))
-    with pytest.raises(ConfigError, match=complaint):
-        opened(tmp_path)
+    check_refused(smolvlm, tmp_path, complaint, recipe, **changes)
