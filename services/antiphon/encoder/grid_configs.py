@@ -10,13 +10,9 @@ from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
-from antiphon.encoder.grid_tower import (
-    EARLY,
-    AreaSpec,
-    GridNames,
-    GridTowerSpec,
-    ProjectorSpec,
-)
+from antiphon.encoder.area_tower import AreaConfig
+from antiphon.encoder.early_merger import EARLY
+from antiphon.encoder.grid_tower import GridNames, GridTowerSpec, ProjectorSpec
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision.areas import GEMMA4
 from antiphon.model_card.vision.grid_fields import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
@@ -295,85 +291,6 @@ class _OcrConfig(_OcrText):
         )
 
 
-class _AxialRope(msgspec.Struct):
-    rope_theta: float = 100.0
-    rope_type: Literal["axial"] = "axial"
-
-
-class _Gemma4Tower(msgspec.Struct):
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Size = 16
-    num_attention_heads: Size = 12
-    num_key_value_heads: Size = 12
-    head_dim: Size = 64
-    hidden_activation: VisionActivation = VisionActivation.GELU_TANH
-    rms_norm_eps: float = 1e-6
-    rope_parameters: _AxialRope | None = None
-    pooling_kernel_size: Size = 3
-    patch_size: Size = 16
-    position_embedding_size: Size = 10 * 1024
-    use_clipped_linears: bool = False
-    standardize: bool = False
-
-
-class _Gemma4Text(msgspec.Struct):
-    hidden_size: Size = 2304
-
-
-class _Gemma4Config(msgspec.Struct):
-    vision_config: _Gemma4Tower
-    text_config: _Gemma4Text = msgspec.field(default_factory=_Gemma4Text)
-
-    def spec(self, file: Path) -> GridTowerSpec:
-        tower = self.vision_config
-        if tower.num_key_value_heads != tower.num_attention_heads:
-            raise ConfigError(
-                f"{file}: vision_config: num_key_value_heads = {tower.num_key_value_heads}: must "
-                f"be num_attention_heads = {tower.num_attention_heads}"
-            )
-        if tower.head_dim % 4:
-            raise ConfigError(
-                f"{file}: vision_config: head_dim = {tower.head_dim}: must be a multiple of four"
-            )
-        # Without bounds, linears have the same names.
-        part = "" if tower.use_clipped_linears else ".linear"
-        return GridTowerSpec(
-            width=tower.hidden_size,
-            intermediate=tower.intermediate_size,
-            hidden=self.text_config.hidden_size,
-            layers=tower.num_hidden_layers,
-            heads=tower.num_attention_heads,
-            patch=tower.patch_size,
-            merge=tower.pooling_kernel_size,
-            frames=0,
-            base=(tower.rope_parameters or _AxialRope()).rope_theta,
-            activation=tower.hidden_activation,
-            gated=True,
-            biases=False,
-            eps=tower.rms_norm_eps,
-            area=AreaSpec(
-                head=tower.head_dim,
-                places=tower.position_embedding_size,
-                clipped=tower.use_clipped_linears,
-                standardized=tower.standardize,
-            ),
-            names=GridNames(
-                patch="patch_embedder.input_proj",
-                positions="patch_embedder.position_embedding_table",
-                layer="encoder.layers.{}",
-                norm1="input_layernorm",
-                qkv=tuple(f"self_attn.{each}_proj{part}" for each in "qkv"),
-                out=f"self_attn.o_proj{part}",
-                after1="post_attention_layernorm",
-                norm2="pre_feedforward_layernorm",
-                up=(f"mlp.gate_proj{part}", f"mlp.up_proj{part}"),
-                down=f"mlp.down_proj{part}",
-                after2="post_feedforward_layernorm",
-            ),
-        )
-
-
 class _KimiTower(msgspec.Struct):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
@@ -555,7 +472,7 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
     elif config.model_type == PADDLEOCR:
         spec = read_json(file, _OcrConfig).spec()
     elif config.model_type == GEMMA4:
-        return read_json(file, _Gemma4Config).spec(file)
+        return read_json(file, AreaConfig).spec(file)
     elif config.model_type == KIMI_K25:
         spec = read_json(file, _KimiConfig).spec(file)
     elif config.model_type == MINICPM:

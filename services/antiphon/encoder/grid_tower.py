@@ -14,7 +14,7 @@ Yao et al. 2024, arXiv:2408.01800 (MiniCPM-V).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import torch
@@ -22,14 +22,13 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
 from antiphon.encoder.activations import ACTIVATIONS, VisionActivation
+from antiphon.encoder.early_merger import EARLY, EarlyMerger
 from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from antiphon.encoder.linear import Linear
-
-
-EARLY = 2
-"""Edge of the windows that are merged behind an inner layer, in patches."""
 
 
 class GridNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,22 +70,6 @@ class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool
 
 
-class AreaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What Gemma 4's tower has of its own.
-
-    Attributes:
-        head: Size of a head, whatever the width.
-        places: Learned positions of an axis.
-        clipped: Whether linears have bounds.
-        standardized: Whether the rows are, before they are projected.
-    """
-
-    head: int
-    places: int
-    clipped: bool
-    standardized: bool
-
-
 class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a tower.
 
@@ -115,8 +98,10 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
             one of the same width; None: there is none.
         second_eps: Of PaddleOCR-VL and Kimi K2.5, that of a second norm before the merger, which is
             a projector.
-        area: What Gemma 4's tower has of its own: norms behind blocks, of heads and of values,
-            learned positions of rows and of columns, and pixels from -1 to 1.
+        head_size: Of a head, if heads are normalised one by one; None: they are not, and share the
+            width.
+        axial: Whether learned positions are those of columns and of rows, and each half of a head
+            is rotated by one of both.
         row_eps: Of MiniCPM-V, that of a norm of the patches of a token as one row, in its merger.
     """
 
@@ -147,7 +132,8 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     gated_merger: int = 0
     early_merge: int | None = None
     second_eps: float | None = None
-    area: AreaSpec | None = None
+    head_size: int | None = None
+    axial: bool = False
     row_eps: float | None = None
 
     @property
@@ -158,7 +144,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def head(self) -> int:
         """Size of a head."""
-        return self.width // self.heads if self.area is None else self.area.head
+        return self.head_size or self.width // self.heads
 
     @property
     def rows_width(self) -> int:
@@ -201,41 +187,12 @@ class MergerWeights:
     row_norm: GridNorm | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyMergerWeights:
-    """Attention within windows of patches, and a block that makes one of each, of the same width.
-
-    `first` and `second` are behind the norm of all patches of a window as one row.
-    """
-
-    norm: GridNorm
-    qkv: Linear
-    out: Linear
-    row_norm: GridNorm
-    first: Linear
-    second: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWeights:
-    """What makes a token of the mean of its patches, grown by the root of C.
-
-    `shift` and `factor` (C,) standardize it, if there are any; then it is normalised, without
-    weights, and projected.
-    """
-
-    shift: Tensor | None
-    factor: Tensor | None
-    eps: float
-    projection: Linear
+class SquaresMerger(Protocol):
+    """What makes tokens in another way than `MergerWeights` do."""
 
     def __call__(self, squares: Tensor) -> Tensor:
         """The tokens of squares of patches: (T, merge * merge, C)  ->  (T, hidden)."""
-        width = squares.shape[-1]
-        rows = squares.mean(dim=1) * width**0.5
-        if self.shift is not None and self.factor is not None:
-            rows = (rows - self.shift) * self.factor
-        return self.projection(F.rms_norm(rows, (width,), None, self.eps))
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +204,14 @@ class GridTowerWeights:
     (2, places, C); `tapped` the mergers of layers, in their order.
     """
 
-    patch: Linear
+    patch: Callable[[Tensor], Tensor]
     frames: Linear | None
     positions: Tensor | None
     norm_before: GridNorm | None
     layers: tuple[TowerLayer, ...]
-    merger: MergerWeights | PoolWeights
+    merger: MergerWeights | SquaresMerger
     tapped: tuple[MergerWeights, ...]
-    early: EarlyMergerWeights | None = None
+    early: EarlyMerger | None = None
 
 
 class GridTower:
@@ -284,7 +241,7 @@ class GridTower:
             eps=spec.eps,
             divisions=[int(spec.windows_of(number)) for number in numbers],
             taps=spec.taps,
-            head=None if spec.area is None else spec.area.head,
+            head=spec.head_size,
         )
 
     @torch.inference_mode()
@@ -301,7 +258,7 @@ class GridTower:
         if weights.norm_before is not None:
             x = weights.norm_before(x)
         if weights.positions is not None:
-            if spec.area is not None:
+            if spec.axial:
                 row, column = self._places(rows, columns, order)
                 learned = weights.positions[0, column] + weights.positions[1, row]
             elif spec.sampled is None:
@@ -316,10 +273,10 @@ class GridTower:
         streams = self._layers(x, ([len(x)], parts), turns)
         last = streams.last
         if weights.early is not None:
-            last = _merged_early(last, spec.heads, weights.early)
+            last = weights.early(last)
             if self._upper is not None:
                 last = self._upper(last, ([len(last)],)).last
-        if isinstance(weights.merger, PoolWeights):
+        if not isinstance(weights.merger, MergerWeights):
             made = [weights.merger(last.view(len(order), -1, spec.width))]
         else:
             squares = _normed(last, weights.merger).view(len(order), -1, spec.width)
@@ -330,8 +287,6 @@ class GridTower:
 
     def _embedded(self, pixels: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
         """Embed patches, in that order of their tokens: (F, 3, height, width)  ->  (P, C)."""
-        if self.spec.area is not None:
-            pixels = 2 * (pixels - 0.5)
         cut = [self._patches(frame, rows, columns)[order].flatten(0, 1) for frame in pixels]
         linear = self._weights.patch if len(cut) == 1 else self._weights.frames
         assert linear is not None, "a tower that takes videos"
@@ -356,7 +311,7 @@ class GridTower:
         frequencies = 1.0 / base ** (torch.stack((exponents, of_columns)) / size)
         places = self._places(rows, columns, order).float()
         angles = places[..., None] * frequencies[:, None]  # (2, P, D / 4)
-        if spec.area is not None:
+        if spec.axial:
             angle = angles.flip(0).transpose(0, 1)  # (P, 2, D / 4)
         elif spec.by_turns:
             angle = angles.flip(0).permute(1, 2, 0).flatten(1)  # (P, D / 2)
@@ -425,17 +380,6 @@ def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
         gate, up = merger.gate_up(wide).chunk(2, dim=-1)
         wide = F.silu(gate) * up
     return merger.second(wide)
-
-
-def _merged_early(x: Tensor, heads: int, merger: EarlyMergerWeights) -> Tensor:
-    """One of each window of patches, which follow each other: (P, C)  ->  (P / 4, C)."""
-    windows, size = len(x) // EARLY**2, EARLY**2
-    heads_of = merger.qkv(merger.norm(x)).view(windows, size, 3, heads, -1)
-    q, k, v = heads_of.permute(2, 0, 3, 1, 4)  # each (windows, heads, size, D)
-    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-    patches = (x + merger.out(mixed)).view(windows, size, -1)
-    wide = F.gelu(merger.first(merger.row_norm(patches.flatten(1))), approximate="tanh")
-    return merger.second(wide) + patches.mean(dim=1)
 
 
 def _windows(rows: int, columns: int, edge: int) -> list[Tensor]:

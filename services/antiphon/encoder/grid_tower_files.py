@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.model import Dtype
+from antiphon.encoder.area_tower import (
+    PROJECTION,
+    AreaTowerSpec,
+    read_area_layer,
+    read_area_merger,
+    read_area_patches,
+    read_area_positions,
+)
+from antiphon.encoder.early_merger import EARLY, EarlyMerger
 from antiphon.encoder.grid_tower import (
-    EARLY,
-    AreaSpec,
-    EarlyMergerWeights,
     GridNorm,
     GridTowerSpec,
     GridTowerWeights,
     MergerWeights,
-    PoolWeights,
     ProjectorSpec,
 )
-from antiphon.encoder.linear import Affine, ClippedLinear, Linear, by_halves
+from antiphon.encoder.linear import Affine, Linear, by_halves
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_layers import TowerLayer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -56,10 +62,9 @@ def read_grid_weights(
             first = "pre_norm.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
             merger = _normed_projector(files, behind, spec, spec.second_eps)
-        elif spec.area is not None:
-            last = "embed_vision.embedding_projection.weight"
-            behind = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
-            merger = _pool(files, behind.read(last, spec.hidden, width), spec, spec.area)
+        elif isinstance(spec, AreaTowerSpec):
+            behind = TensorFiles(weight_files(folder), open_files, last=PROJECTION, dtype=dtype)
+            merger = read_area_merger(files, behind, spec)
         elif spec.row_eps is not None:
             first = "mlp.0.pre_norm.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
@@ -88,20 +93,20 @@ def read_grid_weights(
 def _positions(files: TensorFiles, spec: GridTowerSpec) -> Tensor | None:
     """The learned positions, (side * side, C), or of columns and of rows, (2, places, C)."""
     name, side, width = spec.names.positions, spec.side, spec.width
-    if spec.area is not None:
-        return files.read(name, 2, spec.area.places, width)
+    if isinstance(spec, AreaTowerSpec):
+        return read_area_positions(files, spec)
     if spec.names.square:
         return files.read(name, side, side, width).flatten(0, 1)
     return files.read(name, side**2, width) if side else None
 
 
-def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | None]:
+def _patch(
+    files: TensorFiles, spec: GridTowerSpec
+) -> tuple[Callable[[Tensor], Tensor], Linear | None]:
     """What embeds the patches of images, and those of videos, if there are any."""
+    if isinstance(spec, AreaTowerSpec):
+        return read_area_patches(files, spec), None
     name, edge, width = spec.names.patch, spec.patch, spec.width
-    if spec.area is not None:
-        # The colours of a pixel lie beside each other.
-        flat = files.read(f"{name}.weight", width, edge * edge * 3).view(width, edge * edge, 3)
-        return files.linear(Affine(flat.transpose(1, 2).flatten(1), None)), None
     bias = files.read(f"{name}.bias", width) if spec.patch_bias else None
     if not spec.frames:
         weight = files.read(f"{name}.weight", width, 3, edge, edge)
@@ -158,15 +163,6 @@ def _normed_projector(
     )
 
 
-def _pool(
-    files: TensorFiles, projection: Tensor, spec: GridTowerSpec, own: AreaSpec
-) -> PoolWeights:
-    shift, factor = None, None
-    if own.standardized:
-        shift, factor = (files.read(name, spec.width) for name in ("std_bias", "std_scale"))
-    return PoolWeights(shift, factor, spec.eps, files.linear(Affine(projection, None)))
-
-
 def _row_normed_merger(
     files: TensorFiles, behind: TensorFiles, spec: GridTowerSpec, eps: float
 ) -> MergerWeights:
@@ -181,11 +177,12 @@ def _row_normed_merger(
     )
 
 
-def _early_merger(files: TensorFiles, spec: GridTowerSpec) -> EarlyMergerWeights:
+def _early_merger(files: TensorFiles, spec: GridTowerSpec) -> EarlyMerger:
     names, width, patches = spec.names, spec.width, EARLY**2
     qkv = (files.affine(f"vit_merger.{part}", width, width) for part in names.qkv)
     wide = patches * spec.intermediate
-    return EarlyMergerWeights(
+    return EarlyMerger(
+        heads=spec.heads,
         norm=_norm(files, f"vit_merger.{names.norm1}", spec, width),
         qkv=files.linear(*qkv),
         out=files.linear(files.affine(f"vit_merger.{names.out}", width, width)),
@@ -211,8 +208,8 @@ def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> M
 
 
 def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
-    if spec.area is not None:
-        return _area_layer(files, name, spec, spec.area)
+    if isinstance(spec, AreaTowerSpec):
+        return read_area_layer(files, name, spec)
     names, width, wide = spec.names, spec.width, spec.intermediate
 
     def affine(part: str, outputs: int, inputs: int) -> Affine:
@@ -233,36 +230,6 @@ def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
         norm2=norm(names.norm2),
         up=files.linear(*(affine(part, wide, width) for part in names.up), halves=spec.gated),
         down=files.linear(affine(names.down, width, wide)),
-    )
-
-
-def _area_layer(files: TensorFiles, name: str, spec: GridTowerSpec, own: AreaSpec) -> TowerLayer:
-    """Gemma 4's: norms around both blocks, and of each head; linears without biases."""
-    names, width, size = spec.names, spec.width, spec.heads * own.head
-
-    def norm(part: str) -> Affine:
-        return files.affine(f"{name}.{part}", width, bias=False)
-
-    def linear(
-        *parts: str, outputs: int, inputs: int, halves: bool = False
-    ) -> Linear | ClippedLinear:
-        whole = [f"{name}.{part}" for part in parts]
-        if own.clipped:
-            return files.clipped(*whole, shape=(outputs, inputs), halves=halves)
-        read = (files.affine(each, outputs, inputs, bias=False) for each in whole)
-        return files.linear(*read, halves=halves)
-
-    return TowerLayer(
-        norm1=norm(names.norm1),
-        qkv=linear(*names.qkv, outputs=size, inputs=width),
-        out=linear(names.out, outputs=width, inputs=size),
-        after1=norm(names.after1),
-        norm2=norm(names.norm2),
-        up=linear(*names.up, outputs=spec.intermediate, inputs=width, halves=True),
-        down=linear(names.down, outputs=width, inputs=spec.intermediate),
-        after2=norm(names.after2),
-        q_norm=files.read(f"{name}.self_attn.q_norm.weight", own.head),
-        k_norm=files.read(f"{name}.self_attn.k_norm.weight", own.head),
     )
 
 
