@@ -68,6 +68,11 @@ class Saved:
         return torch.cat(logits)
 
     @cached_property
+    def loaded(self) -> LoadedModel:
+        """As we load it, in float32 and with plain linears."""
+        return load(self.folder, dtype="float32")
+
+    @cached_property
     def of_prompt(self) -> Tensor:
         """Of every token of the longest prompt."""
         return self.logits(texts()[-1])
@@ -137,10 +142,13 @@ def opened(
     saved: Saved, linear: str = "plain", mutant: Mutant | None = None, cache_dtype: str = "auto"
 ) -> OpenModel:
     """The model as we load it; a mutant does without the tensors of what it has not."""
-    model = load(saved.folder, dtype="float32", linear=linear, cache_dtype=cache_dtype)
-    spec = model.spec
-    if mutant is not None:
-        spec = mutant(spec)
+    if mutant is None:
+        model = load(saved.folder, dtype="float32", linear=linear, cache_dtype=cache_dtype)
+        spec = model.spec
+    else:
+        assert (linear, cache_dtype) == ("plain", "auto"), "those of what is loaded already"
+        model = saved.loaded
+        spec = mutant(model.spec)
         decoder = Decoder(spec, model.build, LinearMethod(linear))
         checkpoint = Checkpoint.open(saved.folder)
         checkpoint.add_prefix(spec.prefix)
@@ -260,7 +268,7 @@ def check_tensors(saved: Saved) -> None:
 
 def mutants(saved: Saved) -> dict[str, Mutant]:
     """By feature: what its spec says it has, and the row's own ways of doing without."""
-    return derived(load(saved.folder, dtype="float32").spec)
+    return derived(saved.loaded.spec)
 
 
 def check_mutants(saved: Saved) -> None:
@@ -273,7 +281,7 @@ def check_mutants(saved: Saved) -> None:
 
 def check_counted(saved: Saved) -> None:
     """Weights, cache and states, to the byte."""
-    model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
+    model, card = saved.loaded, read_card(saved.folder)
     taken = {source.name: source.shape for source in model.own_decoder.sources()}
     tensors = {name: math.prod(shape) for name, shape in taken.items()}
     copied = sum(_copied(layer.mixer) for layer in model.spec.layers)

@@ -243,12 +243,16 @@ OTHER_FAMILIES = [
 ]
 
 
+@pytest.fixture(scope="module", params=OTHER_FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(BY_NAME[request.param], tmp_path_factory.mktemp("family")).folder
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OTHER_FAMILIES)
 def test_bits_of_other_families_do_not_depend_on_chunks_and_neighbours(
-    tmp_path: Path, name: str, dtype: str
+    family: Path, dtype: str
 ) -> None:
-    folder, length = save(BY_NAME[name], tmp_path).folder, len(texts()[-1])
-    alone = bits(folder, dtype, [1] * length, others=0)
+    length = len(texts()[-1])
+    alone = bits(family, dtype, [1] * length, others=0)
     for chunks, others in (([length], 0), ([length], 5), ([7, 20, length - 27], 2)):
-        assert torch.equal(bits(folder, dtype, chunks, others), alone), (chunks, others)
+        assert torch.equal(bits(family, dtype, chunks, others), alone), (chunks, others)

@@ -84,14 +84,23 @@ APART = {
 """Rows that run layer by layer, and why."""
 
 
+FUSED = [
+    pytest.param(row.name, marks=[pytest.mark.long] if row.again else [])
+    for row in ROWS
+    if row.name not in APART
+]
+"""Those that have the text model of another row only in a long run."""
+
+
+@pytest.fixture(scope="module", params=FUSED)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(BY_NAME[request.param], tmp_path_factory.mktemp("family")).folder
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in APART])
-def test_a_stack_of_any_family_has_the_bits_of_its_layers(
-    tmp_path: Path, name: str, dtype: str
-) -> None:
-    folder = save(BY_NAME[name], tmp_path).folder
-    together = runner_of(folder, dtype=dtype)
-    apart = runner_of(folder, dtype=dtype, fused=False)
+def test_a_stack_of_any_family_has_the_bits_of_its_layers(family: Path, dtype: str) -> None:
+    together = runner_of(family, dtype=dtype)
+    apart = runner_of(family, dtype=dtype, fused=False)
     assert [runner.choices[0].backend for runner in (together, apart)] == ["cpu", "by layer"]
     assert together._contexts._stack is not None
     assert together._contexts._stack.scores
