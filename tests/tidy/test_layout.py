@@ -43,6 +43,13 @@ def imported(node: ast.AST) -> list[str]:
             return []
 
 
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """What a file imports, wherever in it: modules, and names as `module.name`."""
+    tree = ast.parse(path.read_text())
+    return frozenset(name for node in ast.walk(tree) for name in imported(node))
+
+
 def test_the_top_level_holds_what_the_architecture_names():
     visible = {p.name for p in ROOT.iterdir() if not p.name.startswith(".")}
     assert visible - {"build", "dist", "site", "compile_commands.json"} == TOP
@@ -78,12 +85,7 @@ def test_the_import_contracts_name_every_package():
 
 
 def test_production_code_imports_no_tests():
-    imports = {
-        (name_of(path), name)
-        for path in CODE
-        for node in ast.walk(ast.parse(path.read_text()))
-        for name in imported(node)
-    }
+    imports = {(name_of(path), name) for path in CODE for name in imports_of(path)}
     assert {(module, name) for module, name in imports if name.split(".")[0] == "tests"} == set()
 
 
@@ -91,10 +93,8 @@ def imported_names() -> set[str]:
     """Every module that code or tests import, or name in a string as `module:Name`."""
     names: set[str] = set()
     for path in [*CODE, *(ROOT / "tests").rglob("*.py")]:
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            names.update(imported(node))
-        names.update(re.findall(r"\"(antiphon(?:\.\w+)+)[:\"]", text))
+        names.update(imports_of(path))
+        names.update(re.findall(r"\"(antiphon(?:\.\w+)+)[:\"]", path.read_text()))
     return names
 
 
@@ -119,15 +119,20 @@ def test_every_string_that_names_code_resolves():
         for found in re.findall(r"\"(antiphon(?:\.\w+)+):(\w+)\"", path.read_text())
     ]
     assert named
+    modules = {name_of(path): path for path in CODE}
     for path, module, name in named:
-        files = [f for f in CODE if name_of(f) == module]
-        assert files, f"{path}: no module {module}"
-        tree = ast.parse(files[0].read_text())
-        defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        targets = [t for n in tree.body if isinstance(n, ast.Assign) for t in n.targets]
-        targets += [n.target for n in tree.body if isinstance(n, ast.AnnAssign)]
-        defined |= {t.id for t in targets if isinstance(t, ast.Name)}
-        assert name in defined, f"{path}: no {name} in {module}"
+        assert module in modules, f"{path}: no module {module}"
+        assert name in defined_in(modules[module]), f"{path}: no {name} in {module}"
+
+
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """The names that a file defines."""
+    tree = ast.parse(path.read_text())
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    targets = [t for n in tree.body if isinstance(n, ast.Assign) for t in n.targets]
+    targets += [n.target for n in tree.body if isinstance(n, ast.AnnAssign)]
+    return frozenset(defined | {t.id for t in targets if isinstance(t, ast.Name)})
 
 
 def test_only_the_makefile_s_own_verbs_are_in_its_help():
@@ -142,10 +147,12 @@ OPENS = {"from_file", "from_buffer", "from_pretrained"}
 
 
 def test_tokenizers_of_models_are_opened_in_one_place():
+    texts = {path: path.read_text() for path in CODE}
     openers = {
         name_of(path)
-        for path in CODE
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, text in texts.items()
+        if any(name in text for name in OPENS)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr in OPENS
         if isinstance(node.value, ast.Name) and node.value.id == "Tokenizer"
     }
@@ -171,15 +178,10 @@ SAMPLING_FILES_MAX = 6
 @cache
 def graph() -> dict[str, set[str]]:
     """The production modules that each production module imports."""
-    modules = {name_of(path): ast.parse(path.read_text()) for path in CODE}
+    modules = {name_of(path): path for path in CODE}
     return {
-        module: {
-            name
-            for node in ast.walk(tree)
-            for name in imported(node)
-            if name in modules and name != module
-        }
-        for module, tree in modules.items()
+        module: {name for name in imports_of(path) if name in modules and name != module}
+        for module, path in modules.items()
     }
 
 

@@ -50,7 +50,7 @@ def test_the_page_of_limits_names_what_bounds_each_queue() -> None:
     unbounded = [
         str(path.relative_to(ROOT))
         for path in CODE
-        if unbounded_queues(ast.parse(path.read_text()))
+        if re.search(r"Queue|deque", text := path.read_text()) and unbounded_queues(ast.parse(text))
     ]
     assert named == sorted(unbounded)
 
