@@ -569,26 +569,27 @@ class World:
 
     def check_scopes(self) -> None:
         """No page is held by two tenants or salts, nor found by another one."""
-        held: dict[tuple[int, int], Scope] = {}
+        held: list[dict[int, Scope]] = [{} for _ in self.groups]
         for request in self.batching.running.values():
             assert request.table is not None
             scope = self.scopes.get(request.state.request_id, NO_SCOPE)
             assert self._roots.setdefault(request.namespace, scope) == scope
-            for group in range(len(self.groups)):
+            for group, of_group in enumerate(held):
                 for page in set(request.table.pages(group)) - {HOLE}:
-                    assert held.setdefault((group, page), scope) == scope, "scopes share a page"
+                    assert of_group.setdefault(page, scope) == scope, "scopes share a page"
                     self.seen["scoped"] += scope != NO_SCOPE
         if not isinstance(self.batching.index, RadixIndex):
             return
-        for node in self.batching.index._tree.nodes():
-            root = node
-            while root.parent is not None:
-                root = root.parent
-            if (scope := self._roots.get(root.tokens)) is None:
+        for namespace, root in self.batching.index._tree._roots.items():
+            if (scope := self._roots.get(namespace)) is None:
                 continue  # of a request that ended in the turn in which it started
-            for group, pages in enumerate(node.pages):
-                for page in set(pages) - {HOLE}:
-                    assert held.get((group, page), scope) == scope
+            nodes = [*root.children.values()]
+            while nodes:
+                node = nodes.pop()
+                nodes += node.children.values()
+                for group, pages in enumerate(node.pages):
+                    for page in held[group].keys() & set(pages):
+                        assert held[group][page] == scope
 
     def check_slots(self) -> None:
         """The arrays by slot say what the requests there say."""

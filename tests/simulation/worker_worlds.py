@@ -74,7 +74,8 @@ def live(world: World, turns: int) -> World:
     failures = world.turn().failures
     assert world.pools.used() == [0] * len(world.groups)
     if not failures:  # else a logged traceback may hold on to a request
-        gc.collect()
+        if world.batching.batch.store.used_count:
+            gc.collect()
         assert not world.batching.batch.store.used_count, "ids of ended choices are left"
     return world
 
