@@ -136,6 +136,32 @@ def requests(kind: str, vocabulary: int) -> list[RequestState]:
     ]
 
 
+class OneRank:
+    """Families on one rank: each is written once, and asked once in each kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._asked: dict[tuple[str, str], list[Output]] = {}
+
+    def folder(self, family: str) -> Path:
+        folder = self._folder / family
+        if not folder.exists():
+            folder.mkdir()
+            write(family, folder)
+        return folder
+
+    def outputs(self, family: str, kind: str = "greedy") -> list[Output]:
+        if (family, kind) not in self._asked:
+            model = open_model(self.folder(family), **OPEN)
+            self._asked[family, kind] = outputs(model, kind, {})
+        return self._asked[family, kind]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    return OneRank(tmp_path_factory.mktemp("alone"))
+
+
 def outputs(
     model: OpenModel,
     kind: str,
@@ -168,32 +194,29 @@ def check_equal(ours: list[Output], theirs: list[Output]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("family", "mode"), cases(FAMILIES))
-def test_two_ranks_say_what_one_says(pair: Ranks, tmp_path: Path, family: str, mode: str) -> None:
-    write(family, tmp_path)
+def test_two_ranks_say_what_one_says(pair: Ranks, alone: OneRank, family: str, mode: str) -> None:
     for kind in kinds(mode):
-        expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        with pair.opened(tmp_path, **OPEN) as (model, lead):
+        expected = alone.outputs(family, kind)
+        with pair.opened(alone.folder(family), **OPEN) as (model, lead):
             check_equal(outputs(model, kind, MODES[mode], lead), expected)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("family", "mode"), cases(["qwen2-moe", "gpt-oss", "deepseek-v3"]))
 def test_ranks_with_whole_experts_say_what_one_says(
-    pair: Ranks, tmp_path: Path, family: str, mode: str
+    pair: Ranks, alone: OneRank, family: str, mode: str
 ) -> None:
-    write(family, tmp_path)
-    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
-    with pair.opened(tmp_path, **OPEN, ep_ranks=2) as (model, lead):
+    expected = alone.outputs(family)
+    with pair.opened(alone.folder(family), **OPEN, ep_ranks=2) as (model, lead):
         check_equal(outputs(model, "greedy", MODES[mode], lead), expected)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("family", "mode"), cases(STAGED))
-def test_stages_say_what_one_says(stages: Ranks, tmp_path: Path, family: str, mode: str) -> None:
-    write(family, tmp_path)
+def test_stages_say_what_one_says(stages: Ranks, alone: OneRank, family: str, mode: str) -> None:
     for kind in kinds(mode):
-        expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        with stages.opened(tmp_path, **OPEN) as (model, lead):
+        expected = alone.outputs(family, kind)
+        with stages.opened(alone.folder(family), **OPEN) as (model, lead):
             found = outputs(model, kind, MODES[mode], lead, 2)
         # Every layer computes what it computes on one rank.
         assert [each.ids for each in found] == [each.ids for each in expected]
@@ -202,11 +225,10 @@ def test_stages_say_what_one_says(stages: Ranks, tmp_path: Path, family: str, mo
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("family", "mode"), cases(["llama", "deepseek-v3"]))
 def test_stages_of_ranks_say_what_one_says(
-    square: Ranks, tmp_path: Path, family: str, mode: str
+    square: Ranks, alone: OneRank, family: str, mode: str
 ) -> None:
-    write(family, tmp_path)
-    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
-    with square.opened(tmp_path, **OPEN) as (model, lead):
+    expected = alone.outputs(family)
+    with square.opened(alone.folder(family), **OPEN) as (model, lead):
         check_equal(outputs(model, "greedy", MODES[mode], lead, 2), expected)
 
 
@@ -217,35 +239,32 @@ def test_stages_of_ranks_say_what_one_says(
     cases(FAMILIES, rarely=("llama", "gpt-oss", "qwen3-next", "falcon-h1 with one group")),
 )
 def test_attention_groups_say_what_one_rank_says(
-    grouped: Ranks, tmp_path: Path, family: str, mode: str
+    grouped: Ranks, alone: OneRank, family: str, mode: str
 ) -> None:
-    write(family, tmp_path)
     for kind in kinds(mode):
-        expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        with grouped.opened(tmp_path, **OPEN) as (model, lead):
+        expected = alone.outputs(family, kind)
+        with grouped.opened(alone.folder(family), **OPEN) as (model, lead):
             check_equal(outputs(model, kind, MODES[mode], lead, groups=2), expected)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3"])
 def test_attention_groups_of_two_ranks_say_what_one_says(
-    pairs: Ranks, tmp_path: Path, family: str
+    pairs: Ranks, alone: OneRank, family: str
 ) -> None:
-    write(family, tmp_path)
-    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    expected = alone.outputs(family)
     for ep_ranks in (1, 2):
-        with pairs.opened(tmp_path, **OPEN, ep_ranks=ep_ranks) as (model, lead):
+        with pairs.opened(alone.folder(family), **OPEN, ep_ranks=ep_ranks) as (model, lead):
             check_equal(outputs(model, "greedy", MODES["overlap"], lead, groups=2), expected)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "deepseek-v3"])
-def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, tmp_path: Path, family: str) -> None:
+def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, alone: OneRank, family: str) -> None:
     """Whatever else is in the batch, and however the steps are cut."""
-    write(family, tmp_path)
 
     def bits(mode: Mapping[str, Any], number: int | None = None) -> list[list[tuple[int, Any]]]:
-        with pair.opened(tmp_path, **OPEN, deterministic=True) as (model, lead):
+        with pair.opened(alone.folder(family), **OPEN, deterministic=True) as (model, lead):
             loop = ModelLoop(model, lead=lead, step_tokens_max=64, **mode)
             states = requests("greedy", model.spec.vocabulary)
             chosen = states if number is None else [states[number]]
@@ -258,22 +277,20 @@ def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, tmp_path: Path, fam
 
 
 @pytest.mark.timeout(60)
-def test_stages_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
-    write("llama", tmp_path)
-    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+def test_stages_that_share_no_memory_say_the_same(alone: OneRank) -> None:
+    expected = alone.outputs("llama")
     ranks = Ranks(pp=2, local=False)
-    with ranks.opened(tmp_path, **OPEN) as (model, lead):
+    with ranks.opened(alone.folder("llama"), **OPEN) as (model, lead):
         found = outputs(model, "greedy", MODES["overlap"], lead, 2)
     assert [each.ids for each in found] == [each.ids for each in expected]
     ranks.close()
 
 
 @pytest.mark.timeout(60)
-def test_ranks_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
-    write("llama", tmp_path)
-    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+def test_ranks_that_share_no_memory_say_the_same(alone: OneRank) -> None:
+    expected = alone.outputs("llama")
     pair = Ranks(tp=2, local=False)
-    with pair.opened(tmp_path, **OPEN) as (model, lead):
+    with pair.opened(alone.folder("llama"), **OPEN) as (model, lead):
         check_equal(outputs(model, "greedy", MODES["overlap"], lead), expected)
     pair.close()
 
