@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,7 +83,31 @@ def a_world(
     head_norms: bool,
     experts: bool = False,
 ) -> World:
-    """With `experts` all layers but the second have them, each layer more than the one before."""
+    """With `experts` all layers but the second have them, each layer more than the one before.
+
+    Weights and caches are those of all worlds of such a pass; what else there is may be changed.
+    """
+    world = _drawn(dtype, tuple(query_len), tuple(prefix), head_norms=head_norms, experts=experts)
+    positions = world.turns.positions
+    assert isinstance(positions, np.ndarray), "positions of the host"
+    return replace(
+        world,
+        layers=[*world.layers],
+        caches=[*world.caches],
+        residual=world.residual.clone(),
+        turns=replace(world.turns, positions=positions.copy()),
+    )
+
+
+@lru_cache(maxsize=16)  # instruction sets take turns, and shapes
+def _drawn(
+    dtype: torch.dtype,
+    query_len: tuple[int, ...],
+    prefix: tuple[int, ...],
+    *,
+    head_norms: bool,
+    experts: bool,
+) -> World:
     generator = torch.Generator().manual_seed(sum(query_len) + sum(prefix))
 
     def random(*size: int) -> Tensor:
