@@ -487,12 +487,16 @@ class Cluster:
         opened = {line.request_id for line in message.opened}
         self.open = opened if message.whole else (self.open | opened) - set(message.closed)
 
+    def beat(self) -> None:
+        """Send a heartbeat of every process."""
+        for process, role in self._members():
+            beat = self._heartbeat(role, process)
+            self.bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
+        self.beats += 1
+
     async def _beat(self) -> None:
         while True:
-            for process, role in self._members():
-                beat = self._heartbeat(role, process)
-                self.bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
-            self.beats += 1
+            self.beat()
             await asyncio.sleep(0.05)
 
     def _members(self) -> list[tuple[Process, Role]]:
@@ -644,6 +648,7 @@ async def house(
         if gate.gone.is_set():  # refused at its start: no peers will come
             await gate.ended()
         world = House(gate, cluster, transport)
+        cluster.beat()  # the gateway has missed those of before
         await until(lambda: len(world.peers) == len(cluster.roles))
         try:
             yield world
