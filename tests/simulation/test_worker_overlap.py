@@ -428,6 +428,16 @@ def test_each_token_is_reported_with_the_weights_that_sampled_it(
         assert counts == {"first": before, "second": len(reported.ids) - before}
 
 
+def test_text_goes_on_when_encoders_have_another_tower(stage: Stage) -> None:
+    stage.run(harmless(9, 1), tokens_max=12)
+    for _ in range(3):
+        stage.turn()
+    stage.turn(Mail(tower="next"))
+    stage.run(harmless(9, 1), tokens_max=12)
+    stage.finish()
+    assert [each.cached_tokens for each in stage.reported.values()] == [0, 0]
+
+
 def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:
     with staged() as stage:
         running = stage.run(harmless(9, 1), tokens_max=30)

@@ -408,6 +408,7 @@ EVERY: tuple[Message, ...] = (
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
+        tenant=TenantId("acme"),
     ),
     claim.ImageEmbedding(
         request_id=REQUEST,
@@ -417,6 +418,7 @@ EVERY: tuple[Message, ...] = (
         dtype="float32",
         claim=CLAIM,
         cached=True,
+        tower="cd" * 32,
     ),
     SUBMIT,
     submit.SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
@@ -730,6 +732,7 @@ EVERY: tuple[Message, ...] = (
         sent_unix_ms=DEADLINE - 2500,
         not_after_unix_ms=DEADLINE,
         unechoed_ms=1500,
+        tower="cd" * 32,
     ),
     heartbeat.RunningList(
         worker=WORKER,

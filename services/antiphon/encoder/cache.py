@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.wire.claim import AudioWindow, PixelLimits, VideoHeader
+from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 
 Pixels = TypeVar("Pixels")
 
@@ -133,13 +135,15 @@ class _EmbedJob:
     """One image on its way to its embedding, and the number of calls that wait for it.
 
     Attributes:
+        tenant: Of the first of these calls: the job has its turns.
         task: Prepares and embeds it.
-        work: The place of its next step in the thread; None while it is prepared.
+        work: Its next step in the thread; None while it is prepared, or waits for its turn.
         leaving: Drops it, since no call waits.
         dropped: It ends with the step that runs, unless a call has come.
     """
 
     result: asyncio.Future[CachedEmbedding]
+    tenant: TenantId
     task: asyncio.Task[None] | None = None
     work: Future[CachedEmbedding | None] | None = None
     waiting: int = 0
@@ -151,8 +155,8 @@ class _EmbedJob:
 class Embedder(Generic[Pixels]):
     """Prepares media, and embeds them in a thread; calls for one medium share a job.
 
-    The last of the `steps` of a medium gives its embedding. One that has several, a video, takes
-    turns with the others.
+    The last of the `steps` of a medium gives its embedding. Tenants take turns with their steps,
+    and a medium that has several, a video, with the others of its tenant.
     """
 
     steps: Callable[[Pixels], Iterator[CachedEmbedding | None]]
@@ -160,9 +164,14 @@ class Embedder(Generic[Pixels]):
     thread: Executor
     group: asyncio.TaskGroup
     _jobs: dict[bytes, _EmbedJob] = field(default_factory=dict[bytes, _EmbedJob], init=False)
+    # The step that runs, and one of another tenant behind it.
+    _turns: TenantSlots = field(default_factory=lambda: TenantSlots(1), init=False)
 
     async def embed(
-        self, digest: bytes, prepare: Callable[[], AbstractAsyncContextManager[Pixels]]
+        self,
+        digest: bytes,
+        prepare: Callable[[], AbstractAsyncContextManager[Pixels]],
+        tenant: TenantId = DEFAULT_TENANT,
     ) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`; `prepare` gives its pixels.
 
@@ -177,7 +186,7 @@ class Embedder(Generic[Pixels]):
         """
         if (found := self.cache.get(digest)) is not None:
             return found
-        job = self._jobs.get(digest) or self._begin(digest, prepare)
+        job = self._jobs.get(digest) or self._begin(digest, prepare, tenant)
         job.waiting, job.dropped = job.waiting + 1, False
         if job.leaving is not None:
             job.leaving.cancel()
@@ -197,9 +206,12 @@ class Embedder(Generic[Pixels]):
                 job.task.cancel()
 
     def _begin(
-        self, digest: bytes, prepare: Callable[[], AbstractAsyncContextManager[Pixels]]
+        self,
+        digest: bytes,
+        prepare: Callable[[], AbstractAsyncContextManager[Pixels]],
+        tenant: TenantId,
     ) -> _EmbedJob:
-        job = _EmbedJob(asyncio.get_running_loop().create_future())
+        job = _EmbedJob(asyncio.get_running_loop().create_future(), tenant)
         self._jobs[digest] = job
         job.task = self.group.create_task(self._run(digest, job, prepare), name="embed")
         return job
@@ -214,8 +226,10 @@ class Embedder(Generic[Pixels]):
             async with prepare() as pixels:
                 embedding, steps = None, self.steps(pixels)
                 while embedding is None:
-                    job.work = self.thread.submit(next, steps)
-                    embedding = await asyncio.wrap_future(job.work)
+                    job.work = None
+                    async with self._turns.held(job.tenant):
+                        job.work = self.thread.submit(next, steps)
+                        embedding = await asyncio.wrap_future(job.work)
                     if embedding is None and job.dropped:
                         job.result.cancel()
                         return

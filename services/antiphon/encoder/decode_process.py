@@ -8,7 +8,6 @@ python -m antiphon.encoder.decode_process RECIPE PARENT_PID MEMORY_BYTES_MAX
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from antiphon.encoder.preprocess import DecodedImage, Preprocessor, Preprocessor
 from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.audio import AudioFeatures
 from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -31,6 +31,7 @@ from antiphon.wire.errors import (
     decode_error,
     encode_error,
 )
+from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,18 +100,20 @@ class _Features(msgspec.Struct, frozen=True, tag=True):
 class DecodeProcesses:
     """Decodes media, one per process at a time, while its pools are entered.
 
-    Videos have processes of their own: images do not wait behind them. Images of different sizes
-    take turns: a small one waits for one large one, however many there are.
+    Videos have processes of their own: images do not wait behind them. Tenants take turns, and so
+    do images of different sizes of a tenant: a small one waits for one large one, however many
+    there are.
 
     Attributes:
         video_slots: A video has one of them from before its fetch to its embedding: as many are in
-            memory, as files or as frames, as there are processes for them, and one more.
+            memory, as files or as frames, as there are processes for them, and one more; or two, of
+            which one is the only one of its tenant.
     """
 
     def __init__(self, settings: DecodeSettings, config: EncoderConfig) -> None:
         shown = msgspec.json.encode(settings).decode()
         processes = config.decode_processes
-        self.video_slots = asyncio.Semaphore(processes + 1)
+        self.video_slots = TenantSlots(processes + 1)
 
         def pool(job_s: float, medium_bytes_max: int, bytes_max: int) -> ProcessPool:
             return ProcessPool(
@@ -119,6 +122,7 @@ class DecodeProcesses:
                 processes=processes,
                 jobs_max=_JOBS_MAX,
                 bytes_max=bytes_max,
+                owners_max=_JOBS_MAX,
                 memory_bytes_max=_MEMORY_BYTES_MAX + _COPIES * medium_bytes_max,
             )
 
@@ -128,7 +132,12 @@ class DecodeProcesses:
         self.videos = pool(_VIDEO_S, config.video_bytes_max, slots_bytes)
 
     async def decode(
-        self, image: bytes | bytearray, job: DecodeJob, *, timeout_s: float
+        self,
+        image: bytes | bytearray,
+        job: DecodeJob,
+        *,
+        timeout_s: float,
+        tenant: TenantId = DEFAULT_TENANT,
     ) -> DecodedImage:
         """Decode and resize an image, or the frames of a video, which are not copied here.
 
@@ -139,14 +148,19 @@ class DecodeProcesses:
         """
         video = job.video is not None
         pool, kind = (self.videos, "video") if video else (self.images, "image")
-        outcome = await self._outcome(pool, kind, image, job, timeout_s)
+        outcome = await self._outcome(pool, kind, image, job, timeout_s, tenant)
         assert isinstance(outcome, _Pixels), "a job of pixels"
         overview = None if outcome.overview is None else outcome.overview.pixels
         size = outcome.width, outcome.height
         return DecodedImage(outcome.frames.pixels, *size, video=video, overview=overview)
 
     async def decode_audio(
-        self, file: bytes | bytearray, window: AudioWindow, *, timeout_s: float
+        self,
+        file: bytes | bytearray,
+        window: AudioWindow,
+        *,
+        timeout_s: float,
+        tenant: TenantId = DEFAULT_TENANT,
     ) -> DecodedAudio:
         """Decode a part of an audio file, and make its features.
 
@@ -155,7 +169,7 @@ class DecodeProcesses:
             EngineError: It was not decoded in time.
         """
         job = DecodeJob(audio=window)
-        outcome = await self._outcome(self.images, "audio", file, job, timeout_s)
+        outcome = await self._outcome(self.images, "audio", file, job, timeout_s, tenant)
         assert isinstance(outcome, _Features), "a job of features"
         features = np.frombuffer(outcome.data, np.float32).reshape(outcome.shape)
         assert self._features is not None, "checked by the service"
@@ -170,13 +184,16 @@ class DecodeProcesses:
         data: bytes | bytearray,
         job: DecodeJob,
         timeout_s: float,
+        tenant: TenantId,
     ) -> _Pixels | _Features:
         began = time.monotonic()
         try:
             head = msgspec.msgpack.encode(job)
             length = len(head).to_bytes(_LENGTH_BYTES, "little")
-            turn = _size_class(job, len(data))
-            result = await pool.run(length, head, data, timeout_s=timeout_s, turn=turn)
+            size = _size_class(job, len(data))
+            result = await pool.run(
+                length, head, data, timeout_s=timeout_s, owner=tenant, kind=size
+            )
         except Internal as error:
             raise InvalidRequest(f"the {kind} could not be decoded", param="image") from error
         except DeadlineExceeded as error:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+from collections import Counter
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +19,6 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import AudioFiles, CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.audio import PromptAudio, read_audio, read_prompt_audio
 from antiphon.model_card.served_model import model_files, served_name
-from antiphon.model_card.tower_digest import tower_digest
 from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.resolve.device import detect_device
 from antiphon.service.clock import check
@@ -25,6 +26,7 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import repeat
+from antiphon.service.tenant_slots import TenantSlots
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
 from antiphon.transfer.blobs import (
@@ -47,7 +49,7 @@ from antiphon.wire.errors import (
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.audio import DecodedAudio
@@ -56,8 +58,9 @@ if TYPE_CHECKING:
     from antiphon.encoder.model import VisionModel
     from antiphon.encoder.preprocess import DecodedImage
     from antiphon.wire.claim import VideoHeader
-    from antiphon.wire.ids import ModelName
+    from antiphon.wire.ids import ModelName, TenantId
 
+log = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 4
 """Embeddings are float32."""
@@ -93,7 +96,7 @@ class EncoderService:
         if folder is None:
             yield EncoderService(runtime, None)
             return
-        model = await asyncio.to_thread(_open, runtime.settings, folder)
+        model, tower = await asyncio.to_thread(_open, runtime.settings, folder)
         with (
             bind(config.host, config.port) as bound,
             ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
@@ -105,18 +108,23 @@ class EncoderService:
             runtime.group.create_task(repeat(shelf.sweep, config.claim_s))
             processes = _decode_processes(model, config)
             async with processes.images, processes.videos:
-                images = ImageEncoder(runtime, model, processes, thread, shelf)
+                images = ImageEncoder(runtime, model, tower, processes, thread, shelf)
                 yield EncoderService(runtime, images)
 
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"encoder": self._runtime.process.instance}
-        return (RequestEndpoint(route=ENCODE_IMAGE, handler=self._encode, address=here),)
+        return (
+            RequestEndpoint(
+                route=ENCODE_IMAGE, handler=self._encode, address=here, admits_all=True
+            ),
+        )
 
     def model(self) -> ModelName | None:
         return None if self._images is None else self._served
 
     def report(self) -> Report:
-        return Report(load=self._in_flight)
+        tower = "" if self._images is None else self._images.tower
+        return Report(load=self._in_flight, tower=tower)
 
     async def drain(self) -> None:
         """Do nothing: a caller that finds a result gone uses another encoder."""
@@ -137,16 +145,24 @@ class EncoderService:
 
 
 class ImageEncoder:
-    """Embeds the images of requests, and stores the results for their callers to fetch."""
+    """Embeds the images of requests, and stores the results for their callers to fetch.
+
+    Tenants take turns, from before the fetch of a medium to each step of its tower.
+
+    Attributes:
+        tower: The digest of the model, in which all of its embeddings agree.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
         model: VisionModel | AudioModel,
+        tower: str,
         processes: DecodeProcesses,
         thread: Executor,
         shelf: BlobStore,
     ) -> None:
+        self.tower = tower
         self._config = runtime.settings.encoder
         self._clock = runtime.clock
         self._recipe = None if model.preprocess is None else model.preprocess.recipe
@@ -159,7 +175,10 @@ class ImageEncoder:
         memory_bytes = detect_device().memory_bytes
         bytes_max = cache_bytes_max(self._config, model.embedding_bytes, memory_bytes)
         self._cache = EmbeddingCache(bytes_max)
-        self._video_calls, self._video_calls_max = 0, -(-runtime.settings.service.slots // 2)
+        slots = runtime.settings.service.slots
+        self._calls = TenantSlots(slots)
+        self._video_calls: Counter[TenantId] = Counter()
+        self._video_calls_max = -(-slots // 2)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
         def steps(image: DecodedImage | DecodedAudio) -> Iterator[CachedEmbedding | None]:
@@ -183,8 +202,10 @@ class ImageEncoder:
         cached = embedding is not None
         if embedding is None:
             prepare = partial(self._pixels, request)
-            with nullcontext() if request.video is None else self._video_call():
-                embedding = await self._embedder.embed(key, prepare)
+            # Videos take no slots of images.
+            images, tenant = request.video is None, request.tenant
+            async with self._calls.held(tenant) if images else self._video_call(tenant):
+                embedding = await self._embedder.embed(key, prepare, tenant)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
@@ -194,6 +215,7 @@ class ImageEncoder:
             dtype="float32",
             claim=self._claim(embedding),
             cached=cached,
+            tower=self.tower,
         )
 
     def _processed(self, request: EncodeImage) -> bytes:
@@ -237,26 +259,30 @@ class ImageEncoder:
             )
         return self._videos.chosen(*size, video, request.limits)
 
-    @contextmanager
-    def _video_call(self) -> Generator[None]:
-        """A call that waits for a video. Those for images have half of the slots for themselves.
+    @asynccontextmanager
+    async def _video_call(self, tenant: TenantId) -> AsyncGenerator[None]:
+        """A call that waits for a video. Those for images have slots for themselves.
 
         Raises:
-            Overloaded: There are too many.
+            Overloaded: There are too many, and the tenant has one.
         """
-        if self._video_calls >= self._video_calls_max:
-            text = f"{self._video_calls} calls wait for videos of this encoder"
+        calls = self._video_calls
+        if (waiting := calls.total()) >= self._video_calls_max and calls[tenant]:
+            text = f"{waiting} calls wait for videos of this encoder"
             raise Overloaded(f"{text}; retry later", retry_after_s=1.0)
-        self._video_calls += 1
+        calls[tenant] += 1
         try:
             yield
         finally:
-            self._video_calls -= 1
+            calls[tenant] -= 1
+            if not calls[tenant]:
+                del calls[tenant]
 
     @asynccontextmanager
     async def _pixels(self, request: EncodeImage) -> AsyncGenerator[DecodedImage | DecodedAudio]:
         # A video is large, as a file and as frames.
-        async with self._processes.video_slots if request.video is not None else nullcontext():
+        slots = self._processes.video_slots
+        async with slots.held(request.tenant) if request.video is not None else nullcontext():
             yield await self._decoded(request)
 
     async def _decoded(self, request: EncodeImage) -> DecodedImage | DecodedAudio:
@@ -265,8 +291,12 @@ class ImageEncoder:
         job = DecodeJob(request.width, request.height, request.limits, request.video)
         with self.metrics.decode_seconds.time():
             if request.audio is None:
-                return await self._processes.decode(image, job, timeout_s=_DECODE_S)
-            audio = await self._processes.decode_audio(image, request.audio, timeout_s=_DECODE_S)
+                return await self._processes.decode(
+                    image, job, timeout_s=_DECODE_S, tenant=request.tenant
+                )
+            audio = await self._processes.decode_audio(
+                image, request.audio, timeout_s=_DECODE_S, tenant=request.tenant
+            )
         assert self._audio is not None, "checked by _processed"
         end_s = request.audio.start_s + self._audio.features.chunk_length
         if request.claim is not None and end_s < request.audio.seconds:
@@ -359,25 +389,26 @@ def _decode_processes(model: VisionModel | AudioModel, config: EncoderConfig) ->
     return DecodeProcesses(DecodeSettings(images, config.pixels_max, videos, audio), config)
 
 
-def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
-    """Load the model; its imports take seconds, so they are done here.
+def _open(settings: Settings, folder: Path) -> tuple[VisionModel | AudioModel, str]:
+    """Load the model, and return its digest, too. Imports take seconds, so they are done here.
 
     Raises:
-        CannotStart: The packages are not installed, or the folder has no supported model, or not
-            the one whose digest is set.
+        CannotStart: The packages are not installed, or the folder has no supported model.
     """
     try:
         from antiphon.encoder.audio_model import open_audio_model  # noqa: PLC0415
         from antiphon.encoder.model import open_model, set_threads  # noqa: PLC0415
+        from antiphon.encoder.tower_digest import recorded  # noqa: PLC0415
     except ImportError as error:
         raise CannotStart(f"media require the extra antiphon[encoder]: {error}") from error
     try:
-        _verify(folder, settings.encoder.model_digest)
-        if (card := read_audio(folder) or read_prompt_audio(folder)) is None:
-            model = open_model(settings, folder)
-        else:
-            set_threads(settings)
-            model = open_audio_model(folder, card, settings.model.dtype)
+        with recorded() as digest:
+            if (card := read_audio(folder) or read_prompt_audio(folder)) is None:
+                model = open_model(settings, folder)
+            else:
+                set_threads(settings)
+                model = open_audio_model(folder, card, settings.model.dtype)
+        tower = digest.hexdigest(folder)
     except ConfigError as error:
         named = "encoder.model_path" if settings.encoder.model_path else "model.path"
         raise CannotStart(f"{named}: {error}") from error
@@ -387,12 +418,8 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
             f"encoder.claims_bytes_max = {limit}: must be at least {model.embedding_bytes}, the "
             "bytes of one embedding"
         )
-    return model
-
-
-def _verify(folder: Path, digest: str) -> None:
-    if digest and (actual := tower_digest(folder)) != digest:
-        raise ConfigError(f"digest {actual} differs from encoder.model_digest = {digest}")
+    log.info("tower opened", extra={"digest": tower})
+    return model, tower
 
 
 class EncoderMetrics:

@@ -12,6 +12,7 @@ from torch import Tensor
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.encoder.linear import Affine, Bounds, ClippedLinear, Linear
+from antiphon.encoder.tower_digest import record
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class TensorFiles:
             raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
+        record(name, tensor)
         return tensor.float()
 
     def affine(self, name: str, *shape: int, bias: bool = True) -> Affine:

@@ -241,6 +241,7 @@ class ModelWorker:
             width=width,
             bytes_max=engine.resolved.media_bytes.value,
             land=self._mailbox.land,
+            use_tower=self._mailbox.use_tower,
         )
         limits = engine.step_core.limits
         # A prompt that is prefilled in one pass needs all rows at once, and so does an image whose

@@ -224,9 +224,6 @@ class EncoderConfig(Config):
     model_path: str = ""
     """Folder of a CLIP or SigLIP model, or one that takes images; empty: that of the served model;
     if that takes none, every call is rejected as `unsupported`."""
-    model_digest: str = ""
-    """SHA-256 digest of the files of an encoder's model (config, preprocessors and weights),
-    verified when it starts, and a part of the keys of cached prompts; empty: not verified."""
     threads: Threads | None = None
     """Number of compute threads of an encoder; unset: an even share of the cores among the encoders
     and workers that serve starts, or all cores of an encoder that is started alone."""

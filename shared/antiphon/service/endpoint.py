@@ -66,12 +66,17 @@ class RequestEndpoint(_RouteEndpoint[Q], Generic[Q, R]):
     # The calls concern work accepted before (cancel, resume), so they are accepted until the drain
     # ends. Others are rejected from its start.
     while_draining: bool = False
+    # The handler lets calls wait by itself, as where tenants take turns: it gets as many at once
+    # as are accepted. Others get them in order, as many at once as there are slots.
+    admits_all: bool = False
 
     @property
     def accepts_work(self) -> bool:
         return not self.while_draining
 
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteMetrics) -> Inbox:
+        if self.admits_all:
+            limits = InboxLimits(slots=limits.slots + limits.backlog, backlog=0)
         return RequestInbox(
             self.route.name, self._handle, calls=calls, limits=limits, counts=counts
         )

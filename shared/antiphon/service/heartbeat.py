@@ -126,6 +126,7 @@ class Heartbeater:
             sent_unix_ms=runtime.clock.unix_ms(),
             not_after_unix_ms=deadline_in(dead_s, runtime.clock),
             unechoed_ms=runtime.peers.count_sent(runtime.bus.link.connect_count),
+            tower=report.tower,
         )
 
     async def _probe(self, late: Peer) -> None:

@@ -41,8 +41,8 @@ class ProcessPool:
     """Runs jobs in child processes, which are started on demand and restarted if they end.
 
     Jobs beyond the number of children wait: in order within an owner, round-robin between owners,
-    so that an owner with many jobs delays another's by one job. Jobs may take turns by something
-    else. Beyond an owner's `jobs_max` or `bytes_max` a job is rejected.
+    so that an owner with many jobs delays another's by one job. Within an owner, kinds of jobs may
+    take turns likewise. Beyond an owner's `jobs_max` or `bytes_max` a job is rejected.
 
     A job whose caller has left continues, and its result is dropped: it could only be stopped by
     killing its child, and the next job would pay for a new one. It keeps its slot, so that leaving
@@ -59,18 +59,19 @@ class ProcessPool:
         jobs_max: int = 64,
         bytes_max: int = 64 * 1024**2,
         memory_bytes_max: int = 2 * 1024**3,
+        owners_max: int = _OWNERS_MAX,
     ) -> None:
         """Configure the pool; no child is started yet.
 
         `command` are arguments of the Python interpreter; the child must call `serve`. `jobs_max`
-        and `bytes_max` bound the waiting and running jobs of one owner, `memory_bytes_max` the
-        address space of a child.
+        and `bytes_max` bound the waiting and running jobs of one owner, `owners_max` the owners
+        that have any, and `memory_bytes_max` the address space of a child.
         """
         self._command = tuple(command)
         self._job_s = job_s
         self._start_s = start_s
         self._queue = FairQueue(processes)
-        self._quota = OwnerQuota(jobs_max=jobs_max, bytes_max=bytes_max, owners_max=_OWNERS_MAX)
+        self._quota = OwnerQuota(jobs_max=jobs_max, bytes_max=bytes_max, owners_max=owners_max)
         self._memory_bytes_max = memory_bytes_max
         self._children: set[Process] = set()
         self._idle: list[Process] = []
@@ -96,15 +97,15 @@ class ProcessPool:
         *job: bytes | bytearray,
         timeout_s: float,
         owner: str = "",
-        turn: str | None = None,
+        kind: str = "",
     ) -> bytearray:
         """Run a job in a child and return its result, within the owner's quota.
 
         The child gets the pieces of the job as one; they are not copied here, where a large copy
         would hold up the event loop.
 
-        `timeout_s` covers the wait for a slot, the child's start and the result; `turn` is by what
-        jobs take turns, if not by their owner.
+        `timeout_s` covers the wait for a slot, the child's start and the result. Jobs of different
+        `kind` take turns within their owner.
 
         Raises:
             Overloaded: Too many jobs wait.
@@ -115,7 +116,7 @@ class ProcessPool:
         with self._quota.admit(owner, _size(job)):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._queue.acquire(owner if turn is None else turn)
+                    await self._queue.acquire(owner, kind)
                     result: asyncio.Future[bytearray] = asyncio.get_running_loop().create_future()
                     self._tasks.create_task(isolated(self._run_job, job, result))
                     return await result
@@ -330,39 +331,43 @@ class OwnerQuota:
 
 
 class FairQueue:
-    """Grants slots to jobs: in order within an owner, round-robin between owners.
+    """Grants slots to jobs: round-robin between owners, and within an owner between kinds of jobs.
 
-    An owner with many jobs delays another's by one job. The queue is unbounded: callers bound it.
+    Jobs of one kind are in order. An owner with many jobs delays another's by one job, and so does
+    a kind another one of its owner. The queue is unbounded: callers bound it.
     """
 
     def __init__(self, slots: int) -> None:
         self._free = slots
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}
         self._closed = False
 
-    async def acquire(self, owner: str) -> None:
+    async def acquire(self, owner: str, kind: str = "") -> None:
         """Wait for a slot; the caller releases it when the job has ended."""
         self._check_open()
         if self._free:
             self._free -= 1
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(waiter)
+        self._waiting.setdefault(owner, {}).setdefault(kind, deque()).append(waiter)
         try:
             await waiter
             self._check_open()
         except BaseException:
-            self._abandon(owner, waiter)
+            self._abandon(owner, kind, waiter)
             raise
 
     def release(self) -> None:
-        """Pass a slot on to the next owner, which moves to the end of the round-robin order."""
+        """Pass a slot on to the next kind of the next owner; both move to the end of the order."""
         while self._waiting:
-            owner, waiters = next(iter(self._waiting.items()))
-            del self._waiting[owner]
+            owner, kinds = next(iter(self._waiting.items()))
+            kind, waiters = next(iter(kinds.items()))
+            del self._waiting[owner], kinds[kind]
             waiter = waiters.popleft()
             if waiters:
-                self._waiting[owner] = waiters
+                kinds[kind] = waiters
+            if kinds:
+                self._waiting[owner] = kinds
             if not waiter.done():
                 waiter.set_result(None)
                 return
@@ -370,8 +375,8 @@ class FairQueue:
 
     def close(self) -> None:
         self._closed = True
-        for waiters in self._waiting.values():
-            for waiter in waiters:
+        for kinds in self._waiting.values():
+            for waiter in (each for waiters in kinds.values() for each in waiters):
                 if not waiter.done():
                     waiter.set_exception(leaving())
         self._waiting.clear()
@@ -380,12 +385,15 @@ class FairQueue:
         if self._closed:
             raise leaving()
 
-    def _abandon(self, owner: str, waiter: asyncio.Future[None]) -> None:
+    def _abandon(self, owner: str, kind: str, waiter: asyncio.Future[None]) -> None:
         """Remove a job whose caller left from the queue, or pass on its slot if already granted."""
-        waiters = self._waiting.get(owner, deque())
+        kinds = self._waiting.get(owner, {})
+        waiters = kinds.get(kind, deque())
         if waiter in waiters:
             waiters.remove(waiter)
             if not waiters:
+                del kinds[kind]
+            if not kinds:
                 del self._waiting[owner]
         elif not waiter.cancelled() and waiter.exception() is None:
             self.release()

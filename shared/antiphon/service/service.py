@@ -72,6 +72,7 @@ class Report:
     leads: Term | None = None
     streams: tuple[StreamSeq, ...] = ()
     reads: tuple[str, ...] = ()
+    tower: str = ""
 
 
 class Service(Protocol):

@@ -13,7 +13,7 @@ from msgspec import Meta
 from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, Sha256, ShortText, Signed, UnixMs
 from antiphon.wire.codec import ID_BYTES
-from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
 
 PARTS_MAX = 4096
 """Maximum parts of one claim."""
@@ -121,6 +121,7 @@ class EncodeImage(Message):
         limits: Of its scaled size, if the request has any.
         video: Set: it is a video, with this header.
         audio: Set: it is an audio file, of which this part is encoded.
+        tenant: Tenants take turns at an encoder.
     """
 
     request_id: RequestId
@@ -135,6 +136,7 @@ class EncodeImage(Message):
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None
+    tenant: TenantId = DEFAULT_TENANT
 
 
 MEDIUM_LOST: Final = "medium"
@@ -146,7 +148,11 @@ MEDIUM_UNREACHABLE: Final = "unreachable"
 
 
 class ImageEmbedding(Message):
-    """Claim check of the embeddings: row-major, little-endian, shape (tokens, hidden)."""
+    """Claim check of the embeddings: row-major, little-endian, shape (tokens, hidden).
+
+    Attributes:
+        tower: The digest of the model that has made them, as in the encoder's heartbeat.
+    """
 
     request_id: RequestId
     content_digest: Sha256
@@ -155,6 +161,7 @@ class ImageEmbedding(Message):
     dtype: ShortText
     claim: Claim
     cached: bool = False
+    tower: ShortText = ""
 
 
 PAGES_MAX = 65_536

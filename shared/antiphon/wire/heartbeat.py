@@ -219,6 +219,8 @@ class Heartbeat(Message):
             no other.
         unechoed_ms: How long the sender's own heartbeats have not come back to it; 0 if they do. It
             seems to receive nothing: this heartbeat is no sign of life.
+        tower: Of an encoder: the digest of the model with which it embeds. Empty: it has none, or
+            is of a version up to 0.4.
     """
 
     role: Role
@@ -236,6 +238,7 @@ class Heartbeat(Message):
     sent_unix_ms: UnixMs | None = None
     not_after_unix_ms: UnixMs
     unechoed_ms: Count = 0
+    tower: ShortText = ""
 
 
 class Discover(Message):

@@ -45,8 +45,7 @@ class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
         model_digest: Digest of the model files, as the cluster is configured; all services have it.
         cluster_salt: Salt of the cluster; all services have it, too.
         weights: Digest of the model files that the worker has read, where pages leave its process.
-        tower: The encoders' own model, if it is not that of the worker: its digest, or its folder
-            where pages stay in the worker's process.
+        tower: Digest of the model that embeds media, as encoders announce it.
         weight_version: Name of the weights, which may be updated while the worker runs.
         config_overrides: Overridden fields of config.json, those of rotary embeddings among them.
         dtype: Dtype of the KV cache.

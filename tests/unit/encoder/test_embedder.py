@@ -16,12 +16,14 @@ from tests.support.wait import until
 from antiphon.encoder import cache as embeddings
 from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.ids import TenantId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
 BYTES = 10
 BROKEN, UNREADABLE, VIDEO = b"broken", b"unreadable", b"video"
+ACME, GLOBEX = TenantId("acme"), TenantId("globex")
 
 
 def embedding(size: int = BYTES) -> CachedEmbedding:
@@ -59,7 +61,7 @@ class World:
         self.source = asyncio.Event()
         self.source.set()
 
-    async def embed(self, image: bytes) -> CachedEmbedding:
+    async def embed(self, image: bytes, tenant: TenantId = ACME) -> CachedEmbedding:
         @asynccontextmanager
         async def prepare() -> AsyncGenerator[bytes]:
             self.prepared[image] += 1
@@ -72,7 +74,7 @@ class World:
             finally:
                 self.held[image] -= 1
 
-        return await self.embedder.embed(digest(image), prepare)
+        return await self.embedder.embed(digest(image), prepare, tenant)
 
 
 @pytest.fixture
@@ -222,6 +224,22 @@ async def test_an_image_does_not_wait_for_all_of_a_video(world: World) -> None:
         world.model.let.set()
     assert world.model.order == [VIDEO, b"a", VIDEO, VIDEO]
     assert await world.embed(VIDEO) is video.result()
+
+
+async def test_an_image_of_a_tenant_waits_for_one_step_of_another(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        many = [bytes([number]) for number in range(200)]
+        for image in (VIDEO, *many):
+            group.create_task(world.embed(image))
+        await until(lambda: world.prepared.total() == 1 + len(many))
+        await until(lambda: world.model.begun[VIDEO] > 0)
+        group.create_task(world.embed(b"small", GLOBEX))
+        group.create_task(world.embed(b"next", GLOBEX))
+        await until(lambda: world.prepared[b"next"] > 0)
+        world.model.let.set()
+    assert world.model.order[:5] == [VIDEO, b"small", many[0], b"next", many[1]]
+    assert len(world.model.order) == 3 + len(many) + 2
+    assert not world.embedder._turns._running
 
 
 async def test_what_is_prepared_is_held_until_it_is_embedded(world: World) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
@@ -24,7 +25,6 @@ from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_max
-from antiphon.model_card.tower_digest import tower_digest
 from antiphon.resolve.device import HostDevice
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.process_pool import ProcessPool
@@ -49,7 +49,7 @@ from antiphon.wire.errors import (
     Unavailable,
     Unsupported,
 )
-from antiphon.wire.ids import InstanceId, ModelName, new_request_id
+from antiphon.wire.ids import InstanceId, ModelName, TenantId, new_request_id
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 CLOCK = SystemClock()
 MODEL = ModelName("antiphon-small")
 ENCODER = InstanceId("encoder-0")
+ACME, GLOBEX = TenantId("acme"), TenantId("globex")
 
 
 class World:
@@ -73,7 +74,11 @@ class World:
         self.encoder = encoder
 
     async def ask(
-        self, image: bytes | None = None, claim: Claim | None = None, within_s: float = 5.0
+        self,
+        image: bytes | None = None,
+        claim: Claim | None = None,
+        within_s: float = 5.0,
+        tenant: TenantId = ACME,
     ) -> ImageEmbedding:
         request = EncodeImage(
             request_id=new_request_id(),
@@ -81,6 +86,7 @@ class World:
             image=image,
             claim=claim,
             deadline_unix_ms=deadline_in(within_s, CLOCK),
+            tenant=tenant,
         )
         return await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, encoder=ENCODER)
 
@@ -89,7 +95,7 @@ class World:
             await self.ask(image, **rest)  # type: ignore[arg-type]
         return caught.value
 
-    async def video_refusal(self, video: bytes) -> EngineError:
+    async def video_refusal(self, video: bytes, tenant: TenantId = ACME) -> EngineError:
         request = EncodeImage(
             request_id=new_request_id(),
             model=MODEL,
@@ -98,6 +104,7 @@ class World:
             height=48,
             video=VideoHeader(frames=8, fps=2.0),
             deadline_unix_ms=deadline_in(10.0, CLOCK),
+            tenant=tenant,
         )
         with pytest.raises(EngineError) as caught:
             await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, encoder=ENCODER)
@@ -254,13 +261,18 @@ async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.Monkey
     assert not (await world.ask(BLUE)).cached  # what had not been begun was given up
 
 
-async def test_images_of_other_sizes_are_decoded_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_and_images_of_other_sizes_are_decoded_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else a small one waits for all large ones that came before."""
-    turns = list[str]()
+    turns, tenants = list[str](), list[str]()
 
-    async def run(_: ProcessPool, *job: bytes, timeout_s: float, turn: str) -> bytearray:
+    async def run(
+        _: ProcessPool, *job: bytes, timeout_s: float, owner: str, kind: str
+    ) -> bytearray:
         assert job
-        turns.append(turn)
+        turns.append(kind)
+        tenants.append(owner)
         raise Unavailable(f"within {timeout_s} s")
 
     monkeypatch.setattr(ProcessPool, "run", run)
@@ -268,12 +280,13 @@ async def test_images_of_other_sizes_are_decoded_in_turns(monkeypatch: pytest.Mo
     sizes = [(8000, 6000), (8001, 6000), (640, 480), (320, 320), (0, 0)]
     for width, height in sizes:
         with pytest.raises(Unavailable):
-            await processes.decode(RED, DecodeJob(width, height), timeout_s=1)
+            await processes.decode(RED, DecodeJob(width, height), timeout_s=1, tenant=ACME)
     window = AudioWindow(format="wav", seconds=1.0)
     with pytest.raises(Unavailable):
-        await processes.decode_audio(RED, window, timeout_s=1)
+        await processes.decode_audio(RED, window, timeout_s=1, tenant=GLOBEX)
     assert turns[0] == turns[1]
     assert len({*turns}) == len(sizes)
+    assert tenants == [ACME] * len(sizes) + [GLOBEX]
 
 
 async def test_calls_for_videos_leave_slots_to_those_for_images(
@@ -296,9 +309,37 @@ async def test_calls_for_videos_leave_slots_to_those_for_images(
         first = group.create_task(world.video_refusal(b"no video"))
         await until(lambda: waiting == [b"no video"])
         assert isinstance(await world.video_refusal(b"another"), Overloaded)
+        other = group.create_task(world.video_refusal(b"of another", GLOBEX))
+        await until(lambda: waiting == [b"no video", b"of another"])
+        assert isinstance(await world.video_refusal(b"more", GLOBEX), Overloaded)
         assert (await world.ask(RED)).tokens
         let.set()
         assert isinstance(await first, InvalidRequest)
+        assert isinstance(await other, InvalidRequest)
+
+
+async def test_a_call_of_a_tenant_does_not_wait_for_all_of_another(
+    siglip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let, begun, decoded = asyncio.Event(), list[TenantId](), ImageEncoder._decoded
+
+    async def slowly(self: ImageEncoder, request: EncodeImage) -> DecodedImage | DecodedAudio:
+        begun.append(request.tenant)
+        await let.wait()
+        return await decoded(self, request)
+
+    monkeypatch.setattr(ImageEncoder, "_decoded", slowly)
+    chosen = settings(siglip)
+    chosen = replace(chosen, service=replace(chosen.service, slots=1))
+    async with started(chosen) as world, asyncio.TaskGroup() as group:
+        many = [RED + bytes(number) for number in range(4)]
+        asked = [group.create_task(world.ask(image)) for image in many]
+        await until(lambda: begun == [ACME])
+        small = group.create_task(world.ask(BLUE, tenant=GLOBEX))
+        await until(lambda: begun == [ACME, GLOBEX])
+        let.set()
+        assert (await small).tokens == 4
+        assert {(await each).tokens for each in asked} == {4}
 
 
 async def test_shutdown_answers_waiting_calls(
@@ -383,13 +424,36 @@ async def test_without_a_model_every_call_is_unsupported() -> None:
             assert "encoder.model_path" in refused.message
 
 
-async def test_an_encoder_starts_with_the_model_of_its_digest_alone(siglip: Path) -> None:
-    async with started(settings(siglip, model_digest=tower_digest(siglip))) as world:
-        assert (await world.ask(RED)).tokens == 4
-    with pytest.raises(ExceptionGroup) as caught:
-        async with started(settings(siglip, model_digest="0" * 64)):
-            pass
-    assert caught.group_contains(CannotStart, match=f"digest {tower_digest(siglip)} differs")
+async def test_an_encoder_announces_the_digest_of_what_it_has_loaded(
+    siglip: Path, tmp_path: Path
+) -> None:
+    async def tower(folder: Path) -> str:
+        async with started(settings(folder)) as world:
+            announced = world.encoder.service.report().tower
+            assert (await world.ask(RED)).tower == announced
+            return announced
+
+    one, two = await tower(siglip), tower_copy(siglip, tmp_path / "two")
+    assert len(one) == 64
+    assert await tower(two) == one, "the folder's name is not in it"
+    file = two / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"language_model.head": torch.ones(3)}, file)
+    assert await tower(two) == one, "no encoder reads the text model"
+    name = next(name for name in sorted(weights) if name.endswith("fc1.weight"))
+    save_file(weights | {name: weights[name] + 1}, file)
+    other = await tower(two)
+    assert other != one
+    config = two / "config.json"
+    config.write_bytes(config.read_bytes() + b"\n")
+    assert await tower(two) not in {one, other}
+
+
+def tower_copy(folder: Path, copy: Path) -> Path:
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
 
 
 @pytest.mark.parametrize(

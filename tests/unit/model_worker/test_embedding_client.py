@@ -50,6 +50,8 @@ class FakeEncoder:
         self._shelf = shelf
         self.asked: list[bytes] = []
         self.lost = ""
+        self.tower = self.made_by = ""
+        self.tenants: list[str] = []
         self.answering = asyncio.Event()
         self.answering.set()
 
@@ -69,15 +71,19 @@ class FakeEncoder:
         return MODEL
 
     def report(self) -> Report:
-        return Report(load=0)
+        return Report(load=0, tower=self.tower)
 
     async def drain(self) -> None:
         pass
+
+    def turn_into(self, tower: str) -> None:
+        self.tower = self.made_by = tower
 
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
         assert request.claim is not None
         digest = request.claim.digest
         self.asked.append(digest)
+        self.tenants.append(request.tenant)
         await self.answering.wait()
         if self.lost:
             raise Unavailable("not fetched", details={MEDIUM_LOST: self.lost})
@@ -96,6 +102,7 @@ class FakeEncoder:
                 part_digests=part_digests(rows.tobytes(), 8 * WIDTH),
             ),
             cached=False,
+            tower=self.made_by,
         )
 
 
@@ -105,22 +112,32 @@ class SeeingWorker:
     role: ClassVar = Role.WORKER
 
     def __init__(
-        self, runtime: Runtime, client: EmbeddingClient, landed: asyncio.Queue[MediaLoaded]
+        self,
+        runtime: Runtime,
+        client: EmbeddingClient,
+        landed: asyncio.Queue[MediaLoaded],
+        towers: list[str],
     ) -> None:
         self.runtime = runtime
         self._client = client
         self._landed = landed
+        self.towers = towers
         self._numbers = count(1)
         self._number = 0
 
     @staticmethod
     @asynccontextmanager
     async def lifespan(runtime: Runtime) -> AsyncGenerator[SeeingWorker]:
-        landed = asyncio.Queue[MediaLoaded]()
+        landed, towers = asyncio.Queue[MediaLoaded](), list[str]()
         client = EmbeddingClient(
-            runtime, MODEL, width=WIDTH, bytes_max=10**8, land=landed.put_nowait
+            runtime,
+            MODEL,
+            width=WIDTH,
+            bytes_max=10**8,
+            land=landed.put_nowait,
+            use_tower=towers.append,
         )
-        yield SeeingWorker(runtime, client, landed)
+        yield SeeingWorker(runtime, client, landed, towers)
 
     def endpoints(self) -> tuple[()]:
         return ()
@@ -146,8 +163,12 @@ class SeeingWorker:
         made: Claim | None = None,
         *,
         tenant: str = "acme",
+        tower: str | None = None,
     ) -> None:
-        """Load rows of an image, or of `made`, what a client has embedded."""
+        """Load rows of an image, or of `made`, what a client has embedded.
+
+        They are those of the last tower, if `tower` is None.
+        """
         number = self._number = next(self._numbers)
         claim = Claim(
             address="owner:1",
@@ -166,6 +187,7 @@ class SeeingWorker:
             TenantId(tenant),
             {0: MediumRows(medium, first, last)},
             deadline_in(30, self.runtime.clock),
+            ["", *self.towers][-1] if tower is None else tower,
         )
         self._client.load(load)
 
@@ -317,10 +339,73 @@ async def test_a_picture_of_a_tenant_does_not_wait_for_all_of_another() -> None:
         await until(lambda: min(map(len, made.asked)) == CALLS_MAX)
         worker.begin(200, tenant="globex")
         await until(lambda: any(200 in asked for asked in made.asked))
+        assert {*made.encoders[0][1].service.tenants} | {*made.encoders[1][1].service.tenants} == {
+            "acme",
+            "globex",
+        }
         assert sum(map(len, made.asked)) == 2 * CALLS_MAX + 1
         for _, encoder in made.encoders:
             encoder.service.answering.set()
         assert {await worker.loaded() for _ in range(many + 1)} == {*range(1, many + 1), 200}
+
+
+async def test_encoders_of_one_tower_are_asked_at_a_time() -> None:
+    async with world() as made:
+        worker = made.worker.service
+        one, two = (encoder.service for _, encoder in made.encoders)
+        for encoder in (one, two):
+            encoder.turn_into("a")
+        await until(lambda: worker.towers == ["a"])
+        # As in a rolling upgrade: the tower is that of most encoders, and before that the old one.
+        one.turn_into("b")
+        await announced(worker, ["b", "a"])
+        for content in range(1, 17):
+            await made.load(content)
+        assert [len(asked) for asked in made.asked] == [0, 16]
+        two.turn_into("b")
+        await until(lambda: worker.towers == ["a", "b"])
+        for content in range(17, 49):
+            await made.load(content)
+        assert min(len(made.asked[0]), len(made.asked[1]) - 16) > 8
+        # One that returns to the tower before is in the minority.
+        two.turn_into("a")
+        await announced(worker, ["b", "a"])
+        assert worker.towers == ["a", "b"]
+
+
+async def test_a_load_of_a_tower_that_is_gone_waits_until_it_is_given_up() -> None:
+    async with world() as made:
+        worker = made.worker.service
+        worker.begin(1, tower="gone")
+        for _, encoder in made.encoders:
+            encoder.service.turn_into("a")
+        await until(lambda: worker.towers == ["a"])
+        worker.end()
+        assert (await worker.landed()).error is not None, "which the batching loop ignores"
+        worker.begin(2)
+        assert await worker.loaded() == 2
+        assert sorted(map(len, made.asked)) == [0, 1]
+
+
+async def test_an_embedding_of_another_tower_is_not_used() -> None:
+    """An encoder may have been started anew under its name, of which no heartbeat has come yet."""
+    async with world() as made:
+        worker = made.worker.service
+        for _, encoder in made.encoders:
+            encoder.service.turn_into("a")
+            encoder.service.made_by = "b"
+        await until(lambda: worker.towers == ["a"])
+        worker.begin(1)
+        await until(lambda: sum(map(len, made.asked)) > 1)
+        for _, encoder in made.encoders:
+            encoder.service.made_by = "a"
+        assert await worker.loaded() == 1
+
+
+async def announced(worker: SeeingWorker, towers: list[str]) -> None:
+    """Wait until the worker knows that the encoders have these towers."""
+    peers = worker.runtime.peers
+    await until(lambda: [peer.heartbeat.tower for peer in peers.with_role(Role.ENCODER)] == towers)
 
 
 async def test_what_waits_for_an_encoder_that_is_silent_is_asked_of_another() -> None:

@@ -60,6 +60,16 @@ def test_commands_are_taken_once_and_in_order() -> None:
     assert box.take(wait=False) == Mail()
 
 
+def test_tower_is_the_last_one_that_was_posted() -> None:
+    box = Mailbox(1)
+    for tower in ("one", "two"):
+        box.use_tower(tower)
+    assert box.take(wait=True) == Mail(tower="two")
+    box.use_tower("")  # as of encoders that announce none
+    assert box.take(wait=False) == Mail(tower="")
+    assert box.take(wait=False) == Mail()
+
+
 def test_mailbox_bounds_pending_commands() -> None:
     box = Mailbox(1)
     for _ in range(COMMANDS_MAX):

@@ -354,6 +354,87 @@ def test_the_same_picture_is_a_hit_and_another_one_is_not() -> None:
         assert request.cached_tokens == found
 
 
+def test_a_picture_that_another_tower_has_embedded_is_no_hit() -> None:
+    steps, store = world()
+    ids = prompt(4, -6, 6)
+    for key, tower in enumerate(("one", "one", "two", "one")):
+        if steps.batching.batch.media.tower != tower:
+            steps.batching.use_tower(tower)
+        steps.add(key, ids, media=(medium(4, 6),), max_new_tokens=1)
+        if not len(rows := steps.next()):
+            store.land(store.loads[-1])
+            rows = steps.next()
+        (request,) = steps.batching.running.values()
+        found = request.cached_tokens
+        while len(rows):
+            steps.commit(rows, [9] if spans(rows)[0][2] else [])
+            rows = steps.next()
+        # Pages of the first one are found again when encoders return to it.
+        assert found == (0, 12, 0, 12)[key]
+    assert [load.tower for load in store.loads] == ["one", "two"]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_request_that_waits_loads_again_from_the_next_tower(landed: bool) -> None:
+    """As one that was added before any encoder is known: its digest is empty."""
+    steps, store = world()
+    steps.add(1, prompt(2, -6, 1), media=(medium(2, 6),))
+    assert not len(steps.next())
+    if landed:
+        store.land(store.loads[0])
+    steps.batching.use_tower("one")
+    assert store.released == [(1, 1)]
+    store.land(store.loads[0])  # late: of the tower before
+    assert not len(steps.next())
+    assert [load.tower for load in store.loads] == ["", "one"]
+    store.land(store.loads[1])
+    assert steps.go() == [(1, 8)]
+
+
+def test_no_prompt_is_made_of_two_towers() -> None:
+    steps, _ = world(chunk_tokens=4)
+    store = FakeStore(steps, 4)
+    steps.batching.use_tower("one")
+    steps.add(1, prompt(4, -8, 1), media=(medium(4, 8),))
+    steps.add(2, prompt(12))
+    assert steps.go() == [(2, 4)]
+    store.land(store.loads[0])
+    assert sorted(steps.go()) == [(1, 4), (2, 4)]
+    (request,) = [each for each in steps.batching.running.values() if each.key == 1]
+    steps.batching.use_tower("two")
+    assert not request.running
+    assert steps.go() == [(2, 4)], "text goes on"
+    assert [load.tower for load in store.loads] == ["one", "two"]
+    assert [each.first for each in store.loads[-1].media.values()] == [0]
+    store.land(store.loads[-1])
+    assert (1, 4) in steps.go()
+    assert request.found_tokens == 0, "what the other tower's rows had computed is not used"
+
+
+def test_a_request_that_decodes_goes_on_when_the_tower_is_another() -> None:
+    steps, store = world()
+    steps.add(1, prompt(2, -6), media=(medium(2, 6),), max_new_tokens=3, ignore_eos=True)
+    steps.next()
+    store.land(store.loads[0])
+    assert steps.go() == [(1, 8)]
+    steps.batching.use_tower("two")
+    assert steps.go() == [(1, 1)]
+    assert steps.go() == [(1, 1)]
+    assert steps.batching.idle
+    assert len(store.loads) == 1
+
+
+def test_a_waiting_request_follows_no_prefill_of_another_tower() -> None:
+    steps, _ = world(chunk_tokens=4, context_tokens=80)
+    ids = [*range(10, 58)]
+    steps.add(1, ids)
+    steps.go()
+    steps.add(2, [*ids, 60])
+    assert steps.go() == [(1, 4)]
+    steps.batching.use_tower("two")
+    assert 2 in dict(steps.go())
+
+
 def test_pictures_whose_keys_agree_in_their_first_64_bits_share_no_page() -> None:
     ids = prompt(4, -8, 8)
     pictures = [medium(4, 8, key=b"k" * 8 + 24 * rest) for rest in (b"1", b"2")]

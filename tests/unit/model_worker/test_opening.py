@@ -24,7 +24,7 @@ from antiphon import embedded
 from antiphon.config.cluster import ClusterConfig, differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, LinearFormat, LoadConfig
-from antiphon.config.settings import EncoderConfig, Settings
+from antiphon.config.settings import Settings
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import CacheConfig, Policy
 from antiphon.model_card.files import find_files
@@ -39,7 +39,7 @@ from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums, warm_up
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
 from antiphon.model_worker.startup.core import open_engine_core
-from antiphon.model_worker.startup.engine import Engine, open_engine, stored_tower
+from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
@@ -320,32 +320,6 @@ def test_by_default_prefixes_are_cached_and_requests_run_in_order_of_arrival() -
     limits = batching.limits
     assert (limits.step_tokens_max, limits.chunk_tokens, limits.fill_tokens) == (2048, 512, 256)
     assert (limits.mixed, limits.prefill_max, limits.conservativeness) == (True, None, 1.0)
-
-
-def test_the_model_of_encoders_is_in_the_keys_of_pages(tmp_path: Path) -> None:
-    """Pages of prompts with images were computed from what it made of these."""
-    for name, weights in (("one", b"1"), ("two", b"1"), ("three", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(weights)
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    set_ = [
-        "",
-        *(f"--encoder-model-path {each}" for each in (one, two)),
-        "--encoder-model-digest 1",
-    ]
-    towers = [opened(line).batch.prefixes.origin.tower for line in set_]
-    assert len({*towers}) == len(set_)
-    # Pages that outlive the process are named by contents.
-    stored = [stored_tower(EncoderConfig(model_path=str(each))) for each in (one, two, three)]
-    assert stored[0] == stored[1] != stored[2]
-    (one / "preprocessor_config.json").write_text("{}")
-    assert stored_tower(EncoderConfig(model_path=str(one))) != stored[0]
-    assert stored_tower(EncoderConfig()) == ""
-    elsewhere = EncoderConfig(model_path="/elsewhere")
-    with pytest.raises(CannotStart, match=r"/elsewhere: .*; .* set encoder\.model_digest"):
-        stored_tower(elsewhere)
-    assert stored_tower(msgspec.structs.replace(elsewhere, model_digest="d")) == "d"
 
 
 def test_the_prefix_cache_can_be_switched_off() -> None:

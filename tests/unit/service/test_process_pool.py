@@ -11,7 +11,7 @@ import pytest
 from tests.support.wait import until
 
 from antiphon.service import process_pool
-from antiphon.service.process_pool import ProcessPool
+from antiphon.service.process_pool import FairQueue, ProcessPool
 from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:
@@ -283,15 +283,14 @@ async def test_pool_refuses_jobs_beyond_its_bytes(gate: Gate) -> None:
         assert len(await asyncio.gather(*jobs)) == 2
 
 
-@pytest.mark.parametrize("by", ["owner", "turn"])
+@pytest.mark.parametrize("by", ["owner", "kind"])
 async def test_pool_takes_owners_in_turns(by: str, gate: Gate) -> None:
-    """An owner with many jobs delays another's by one; and so do jobs of one owner, by turns."""
+    """An owner with many jobs delays another's by one; and so does a kind another of its owner."""
     async with pool() as made, asyncio.TaskGroup() as group:
         order: list[str] = []
 
         async def job(owner: str, number: int) -> None:
-            named = {"owner": owner} if by == "owner" else {"turn": owner}
-            assert await made.run(gate.job, timeout_s=20, **named)
+            assert await made.run(gate.job, timeout_s=20, **{by: owner})
             order.append(f"{owner}{number}")
 
         for owner, count in (("a", 4), ("b", 2)):
@@ -300,6 +299,30 @@ async def test_pool_takes_owners_in_turns(by: str, gate: Gate) -> None:
         await until(lambda: made.pids != ())
         gate.open()
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
+
+
+async def test_kinds_of_jobs_give_their_owner_no_more_turns() -> None:
+    """A tenant with images of many sizes has as many turns as one with images of one size."""
+    queue, order = FairQueue(1), list[str]()
+
+    async def job(owner: str, kind: str, number: int) -> None:
+        await queue.acquire(owner, kind)
+        order.append(f"{owner}{kind}{number}")
+        await _turn_of_the_loop()
+        queue.release()
+
+    async with asyncio.TaskGroup() as group:
+        for kind, count in (("x", 3), ("y", 2), ("z", 1)):
+            for number in range(count):
+                group.create_task(job("a", kind, number))
+        left = group.create_task(job("a", "w", 0))
+        for number in range(2):
+            group.create_task(job("b", "x", number))
+        await asyncio.sleep(0)
+        left.cancel()
+    assert order == ["ax0", "ax1", "bx0", "ay0", "bx1", "az0", "ax2", "ay1"]
+    await queue.acquire("c")
+    queue.release()
 
 
 async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(gate: Gate) -> None:

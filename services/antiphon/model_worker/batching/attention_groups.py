@@ -191,6 +191,10 @@ class AttentionGroups:
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return sum(core.set_weight_version(weight_version) for core in self.cores)
 
+    def use_tower(self, tower: str) -> None:
+        for core in self.cores:
+            core.use_tower(tower)
+
     def next_rows(self, now: float) -> GroupedRows:
         planned: list[tuple[EngineCore, StepRows]] = []
         try:

@@ -379,6 +379,26 @@ class EngineCore:
         self._log.weights = weight_version
         return self.batch.set_weight_version(weight_version)
 
+    def use_tower(self, tower: str) -> None:
+        """Compute with the embeddings of another tower from here on: encoders have another digest.
+
+        Prefilling requests with media start again, so that no prompt is made of both. Those that
+        decode, and text, go on: their pages keep the key of the tower before. Only while no step
+        is in flight.
+        """
+        running = [r for r in self.running.values() if r.prefilling and r.media is not None]
+        self._do_each(running, self.planner.retract)
+        waiting = [request for request in self._requests.values() if not request.running]
+        self._do_each(waiting, self._forget_tower)
+        self.batch.use_tower(tower)
+
+    def _forget_tower(self, request: Request) -> None:
+        """Forget what was found and loaded for a waiting request under another tower's key."""
+        self.batch.media.release(request)
+        request.forget_prefix()
+        if request.media is not None:
+            request.discard_prompt_logprobs()
+
     def _reset_prefill(self, request: Request) -> None:
         """Discard what other weights have computed of a prompt."""
         request.following = None

@@ -192,6 +192,9 @@ class BatchingLoop(Generic[Rows]):
         core, now = self._core, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._apply_commands(mail.commands) if mail.commands else ()
+        if mail.tower is not None:
+            self._finish_steps()
+            core.use_tower(mail.tower)
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)

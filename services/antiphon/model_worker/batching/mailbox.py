@@ -27,6 +27,7 @@ class Mail(msgspec.Struct, kw_only=True):
     outputs that are part of the response, or None where it is unknown.
     `landed` are transfers of pages, and loads of media, that have ended.
     `requeues` are the choices of requests that go to another worker if none of them was started.
+    `tower` is the digest of the encoders' model, if it is another one now.
     """
 
     runs: dict[ChoiceKey, tuple[RequestState, GrammarMatcher | None]] = {}
@@ -34,9 +35,11 @@ class Mail(msgspec.Struct, kw_only=True):
     requeues: dict[tuple[ChoiceKey, ...], None] = {}
     commands: list[ControlCommand] = []
     landed: list[TransferDone | MediaLoaded] = []
+    tower: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.runs or self.drops or self.requeues or self.commands or self.landed)
+        others = self.requeues or self.commands or self.landed or self.tower is not None
+        return bool(self.runs or self.drops or others)
 
 
 class Mailbox:
@@ -92,6 +95,12 @@ class Mailbox:
         """
         with self._news:
             self._mail.landed.append(done)
+            self._news.notify()
+
+    def use_tower(self, tower: str) -> None:
+        """Compute with the embeddings of this tower from here on."""
+        with self._news:
+            self._mail.tower = tower
             self._news.notify()
 
     def close(self) -> None:

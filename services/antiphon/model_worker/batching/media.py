@@ -36,6 +36,7 @@ class MediaLoad(msgspec.Struct, frozen=True):
 
     Attributes:
         number: Of this load of the choice.
+        tower: Digest of the model that makes them: an encoder with another one is not asked.
     """
 
     key: ChoiceKey
@@ -44,6 +45,7 @@ class MediaLoad(msgspec.Struct, frozen=True):
     tenant: TenantId
     media: dict[int, MediumRows]
     deadline_unix_ms: int
+    tower: str = ""
 
 
 class MediaLoaded(msgspec.Struct, frozen=True, eq=False):
@@ -81,12 +83,17 @@ class MediaRequest(Protocol):
 
 
 class MediaLoader:
-    """Loads the embeddings that requests of one engine core wait for."""
+    """Loads the embeddings that requests of one engine core wait for.
+
+    Attributes:
+        tower: Digest of the encoders' model that makes them.
+    """
 
     def __init__(self) -> None:
         self._store: MediaStore | None = None
         self._rows_max: int | None = None
         self._whole = False
+        self.tower = ""
         self._loading: dict[ChoiceKey, MediaRequest] = {}
 
     def __bool__(self) -> bool:
@@ -123,6 +130,7 @@ class MediaLoader:
                 tenant=state.tenant,
                 media=window,
                 deadline_unix_ms=state.deadline_unix_ms,
+                tower=self.tower,
             )
         )
         return True

@@ -60,12 +60,9 @@ class Prefixes:
         """The namespace of the pages that the current weights compute for a request."""
         return cache_namespace(self.origin, state.page_salt)
 
-    def identify_weights(self, digest: str, tower: str) -> None:
-        """Name the files of the weights in all keys from here on: pages will leave the process.
-
-        `tower` names those of the encoders' own model.
-        """
-        self.origin = msgspec.structs.replace(self.origin, weights=digest, tower=tower)
+    def identify_weights(self, digest: str) -> None:
+        """Name the files of the weights in all keys from here on: pages will leave the process."""
+        self.origin = msgspec.structs.replace(self.origin, weights=digest)
 
     def cached(self, request: Request) -> Prefix:
         """The cached prefix of a waiting request; matched again only if the cache has changed."""

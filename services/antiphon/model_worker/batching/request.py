@@ -237,9 +237,13 @@ class Request:
         assert self.running, "only a running request has a slot"
         self._length, self._reported = self.length, self.reported
         self.batch, self.slot, self.table = None, -1, None
+        self.forget_prefix()
+        self.fetched, self.saved_blocks = False, []
+
+    def forget_prefix(self) -> None:
+        """Forget what was found of it in the prefix cache, or at others, while it waits."""
         self.prefix = self.following = self.cache_key = None
         self.passed_leaders = (0, 0)
-        self.fetched, self.saved_blocks = False, []
 
     def end(self) -> None:
         """Mark it as ended. It has no slot any more."""

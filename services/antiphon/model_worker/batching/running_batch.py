@@ -106,6 +106,15 @@ class RunningBatch(SlotArrays):
         self.rowwise[:] = True  # the next progress names the weights
         return self.index.clear()
 
+    def use_tower(self, tower: str) -> None:
+        """Compute with the embeddings of another tower from here on, and find pages of those alone.
+
+        No page is evicted: those of the tower before are found again if encoders return to it.
+        """
+        prefixes = self.prefixes
+        prefixes.origin = msgspec.structs.replace(prefixes.origin, tower=tower)
+        self.media.tower = tower
+
     def lacks_media(self, request: Request) -> bool:
         """Whether a waiting request must wait for embeddings, which are loaded then."""
         return request.media is not None and self.media.wait(request, self.prefixes.tokens(request))

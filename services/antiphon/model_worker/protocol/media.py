@@ -9,7 +9,11 @@ they hold nothing that is not found again. If the owner is gone, the request end
 encoder that is asked first, which may have it in its cache; the next one is asked where that one is
 gone, has too much to do, or does not reach the owner.
 
-Tenants take turns, for memory and for encoders: an encoder computes what it is asked for in order.
+Tenants take turns, for memory and for encoders.
+
+Encoders of one digest are asked at a time. It is a part of the keys of pages, and goes by what
+encoders announce: a worker that knows none yet has loads wait, and takes the digest of the first.
+While encoders are replaced by others with another model it is that of most of them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.claim import Claim
+    from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import ModelName, RequestId, TenantId
     from antiphon.wire.media import Medium
 
@@ -86,7 +91,8 @@ class EmbeddingClient:
     """Embeddings by encoders, as the batching loop's `MediaStore`.
 
     What is loaded and not released takes at most `bytes_max`; further loads wait. `width` is that
-    of the embeddings.
+    of the embeddings. `use_tower` is called with each digest of the model that makes them from then
+    on; the first one is empty, that of encoders up to version 0.4, which announce none.
     """
 
     def __init__(
@@ -97,11 +103,13 @@ class EmbeddingClient:
         width: int,
         bytes_max: int,
         land: Callable[[MediaLoaded], None],
+        use_tower: Callable[[str], None],
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._width = width
         self._land = land
+        self._tower, self._use_tower = "", use_tower
         self._budget = ByteBudget(bytes_max)
         self._event_loop = asyncio.get_running_loop()
         self._loads: dict[tuple[ChoiceKey, int], asyncio.Task[None]] = {}
@@ -109,6 +117,7 @@ class EmbeddingClient:
         self._slots: dict[tuple[Process, bool], TenantSlots] = {}  # by encoder; of videos, too
         self._fetch_seconds = runtime.metrics.histogram(catalog.EMBEDDING_FETCH_SECONDS)
         runtime.peers.watch(self._on_peer)
+        self._follow_tower()
 
     # The batching loop's side.
 
@@ -176,7 +185,7 @@ class EmbeddingClient:
             try:
                 if wanted.medium.embedded:
                     return await self._sent(wanted, self._left_s(load))
-                encoder = self._encoder(wanted.medium, passed)
+                encoder = self._encoder(wanted.medium, load.tower, passed)
                 return await self._in_turn(load, wanted, encoder)
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
@@ -210,14 +219,30 @@ class EmbeddingClient:
         with self._fetch_seconds.time(), medium_lost():
             return await self._fetched(claim, wanted, min(left_s, ATTEMPT_S))
 
-    def _encoder(self, medium: Medium, passed: int) -> Process:
-        """Return the encoder that is asked for a medium after `passed` others.
+    def _ready(self) -> list[Heartbeat]:
+        peers = self._runtime.peers.accepting_work(Role.ENCODER)
+        return [peer.heartbeat for peer in peers if peer.heartbeat.model == self._model]
+
+    def _follow_tower(self) -> None:
+        """Use the tower of most encoders: the one before, unless there are more of another.
+
+        While none is ready it stays the same: what is cached is found without an encoder.
+        """
+        towers = Counter(beat.tower for beat in self._ready())
+        most = max(towers.values(), default=0)
+        if towers[self._tower] == most:
+            return
+        self._tower = max(tower for tower, count in towers.items() if count == most)
+        log.info("tower changed", extra={"digest": self._tower, "encoders": most})
+        self._use_tower(self._tower)
+
+    def _encoder(self, medium: Medium, tower: str, passed: int) -> Process:
+        """Return the encoder with this tower that is asked for a medium after `passed` others.
 
         Raises:
             Unavailable: None is ready.
         """
-        peers = self._runtime.peers.accepting_work(Role.ENCODER)
-        ready = [peer.process for peer in peers if peer.heartbeat.model == self._model]
+        ready = [beat.process for beat in self._ready() if beat.tower == tower]
         if not ready:
             raise Unavailable("no encoder is ready", retry_after_s=RETRY_S)
         digest = medium.claim.digest
@@ -235,19 +260,19 @@ class EmbeddingClient:
                     async with slots.held(load.tenant):
                         timeout_s = min(self._left_s(load), ATTEMPT_S)
                         async with asyncio.timeout(timeout_s):
-                            return await self._attempt(load.request_id, wanted, encoder, timeout_s)
+                            return await self._attempt(load, wanted, encoder, timeout_s)
                 finally:
                     del self._attempts[attempt]
         except TimeoutError:
             raise Unavailable("the encoder did not answer", retry_after_s=RETRY_S) from None
 
     async def _attempt(
-        self, request_id: RequestId, wanted: MediumRows, encoder: Process, timeout_s: float
+        self, load: MediaLoad, wanted: MediumRows, encoder: Process, timeout_s: float
     ) -> Floats:
         medium, tokens = wanted.medium, wanted.medium.span.rows
         clock = self._runtime.clock
         request = EncodeImage(
-            request_id=request_id,
+            request_id=load.request_id,
             model=self._model,
             claim=medium.claim,
             width=medium.width,
@@ -257,10 +282,14 @@ class EmbeddingClient:
             audio=medium.audio,
             deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
             left_ms=round(timeout_s * 1000),
+            tenant=load.tenant,
         )
         reply = await self._runtime.bus.call(
             ENCODE_IMAGE, request, timeout_s=timeout_s, encoder=encoder.instance
         )
+        if reply.tower != load.tower:
+            # Another process has its name now, whose heartbeat is about to come.
+            raise Unavailable("the encoder has another model now", retry_after_s=RETRY_S)
         if (reply.tokens, reply.hidden) != (tokens, self._width):
             raise Internal(
                 f"an encoder made {reply.tokens} x {reply.hidden} numbers of an image, "
@@ -286,6 +315,8 @@ class EmbeddingClient:
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """End the calls of an encoder that has died, or is suspect: others are asked at once."""
+        if peer.heartbeat.role is Role.ENCODER:
+            self._follow_tower()
         if change is PeerChange.DIED:
             for videos in (False, True):
                 self._slots.pop((peer.process, videos), None)

@@ -64,7 +64,6 @@ def open_engine_core(
         origin=PageOrigin(
             model_digest=settings.cluster.model_digest,
             cluster_salt=settings.cluster.hash_salt,
-            tower=settings.encoder.model_digest or settings.encoder.model_path,
             weight_version=settings.model.weight_version,
             config_overrides=settings.load.config_overrides,
             dtype=resolved.cache_dtype.value,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +14,6 @@ from antiphon.model_card.audio import read_audio, read_prompt_audio
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
-from antiphon.model_card.tower_digest import tower_digest
 from antiphon.model_card.vision.vision_card import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
@@ -39,7 +37,7 @@ from antiphon.wire.digests import BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.config.settings import EncoderConfig, Settings
+    from antiphon.config.settings import Settings
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.plan import Launcher, PlanRunner
@@ -238,28 +236,9 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     if settings.cache.hierarchical:
         shards = _open_shards(model.codec(), lead, ranked)
         places = [files] if draft_place is None else [files, draft_place]
-        core.batch.prefixes.identify_weights(
-            " ".join(map(content_digest, places)), stored_tower(settings.encoder)
-        )
+        core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
     runner, kernels = lead or model.runner, kernel_choices(model)
     return Engine(core, runner, resolved, compiler, lead, shards, groups, kernels)
-
-
-def stored_tower(encoder: EncoderConfig) -> str:
-    """What stands for the encoders' own model in the names of pages that outlive this process.
-
-    Raises:
-        CannotStart: Its files are not here, and no setting has their digest.
-    """
-    if encoder.model_digest or not encoder.model_path:
-        return encoder.model_digest
-    try:
-        return tower_digest(Path(encoder.model_path).expanduser())
-    except ConfigError as error:
-        raise CannotStart(
-            f"encoder.model_path: {error}; stored pages of prompts with images are named by the "
-            "encoder's model: set encoder.model_digest where workers do not have it"
-        ) from error
 
 
 def _check_stored(resolved: ResolvedConfig) -> None:
