@@ -21,8 +21,10 @@ from antiphon.wire.claim import AudioWindow
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from antiphon.model_card.audio import AudioCard
     from antiphon.wire.claim import AudioFormat
 
 TINY = AudioFeatures(feature_size=16, chunk_length=WINDOW_S)
@@ -108,6 +110,30 @@ def test_lists_of_the_generation_config_count_though_they_are_empty(tmp_path: Pa
     card = read_audio(tmp_path)
     assert card is not None
     assert (card.suppressed, card.first_suppressed) == ((), (2,))
+
+
+def test_heads_that_align_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    named = {"architectures": ["WhisperForConditionalGeneration"]}
+    sizes = {"decoder_layers": 3, "decoder_attention_heads": 2}
+
+    def read(generation: Mapping[str, object], **more: object) -> AudioCard:
+        (tmp_path / "config.json").write_text(json.dumps({**named, **sizes, **more}))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        card = read_audio(tmp_path)
+        assert card is not None
+        return card
+
+    card = read({"alignment_heads": [[0, 1], [2, 0]]}, median_filter_width=5)
+    assert (card.alignment_heads, card.filter_width) == (((0, 1), (2, 0)), 5)
+    assert read({}).alignment_heads == ((1, 0), (1, 1), (2, 0), (2, 1))
+    assert read({}).filter_width == 7
+    for generation, more, complaint in (
+        ({"alignment_heads": [[3, 0]]}, {}, "of 3 layers with 2 heads"),
+        ({"alignment_heads": [[0, 2]]}, {}, "of 3 layers with 2 heads"),
+        ({}, {"median_filter_width": 4}, "median_filter_width = 4: must be odd"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            read(generation, **more)
 
 
 def test_a_part_of_a_wav_has_its_samples() -> None:

@@ -83,14 +83,17 @@ class Pair:
             assert rows[index, token] >= rows[index].max() - NEAR, f"{part}: {index}"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def made_pair(folder: Path) -> Pair:
     config: Any = ROWS[0].made()
     model = transformers.WhisperForConditionalGeneration(config).eval()
     draw(model)
-    folder = tmp_path_factory.mktemp("whisper")
     model.save_pretrained(folder)
     return Pair(model, folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return made_pair(tmp_path_factory.mktemp("whisper"))
 
 
 def request(part: Part, name: str, **sampling: Any) -> RequestState:

@@ -188,6 +188,31 @@ async def test_files_outlive_their_encoder_and_their_worker(
     assert transcribing.stack.pid(killed) != pid
 
 
+def _letters(text: str) -> str:
+    """A text without what tokens of random models make of halves of characters."""
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
+
+
+async def test_words_of_a_file_have_times_in_their_order(
+    transcribing: Transcribing, client: AsyncOpenAI
+) -> None:
+    create: Any = client.audio.transcriptions.create
+    wanted: dict[str, Any] = {"file": ("a.wav", LONG), "model": "tiny", "temperature": GREEDY}
+    whole = await create(
+        **wanted,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    assert _letters(" ".join(each.word for each in whole.words)) == _letters(whole.text)
+    assert len(whole.words) > len(whole.segments)
+    assert all(0 <= each.start <= each.end <= 2.5 * WINDOW_S for each in whole.words)
+    starts = [each.start for each in whole.words]
+    assert starts == sorted(starts)
+    assert len({*starts}) > len(whole.segments)
+    alone = await create(**wanted, response_format="verbose_json", timestamp_granularities=["word"])
+    assert (alone.words, alone.segments) == (whole.words, None)
+
+
 async def test_what_cannot_be_transcribed_is_refused(
     transcribing: Transcribing, client: AsyncOpenAI
 ) -> None:

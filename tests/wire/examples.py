@@ -79,6 +79,7 @@ DETAILS = TokenOutputs(
     named_logprobs=pack_floats((-3.0, -4.0, -5.0, -6.0)),
     hidden=pack_floats((0.5, 1.5, -2.5, 3.5)),
     pooled=pack_floats((0.25, -0.75)),
+    times=pack_floats((3.0, 4.0)),
 )
 PIECE = TokenOutputsChunk(
     offset=-2,
@@ -110,6 +111,9 @@ SAMPLING = sampling.SamplingParams(
     ),
     stop_token_ids=(2, 3),
     pool=sampling.PoolParams(dimensions=256, second_from=12),
+    alignment=sampling.AlignmentParams(
+        tokens=3, source_tokens=1500, heads=((2, 3), (3, 0)), filter_width=9
+    ),
 )
 ERROR = ErrorReply(
     code="overloaded",
@@ -306,7 +310,9 @@ EVERY: tuple[Message, ...] = (
         special_tokens=False,
         truncate=True,
         media=(HEADER,),
-        transcription=tokenize.TranscriptionPrompt(language="en", translate=True, timestamps=True),
+        transcription=tokenize.TranscriptionPrompt(
+            language="en", translate=True, timestamps=True, output=pack_ids((1, 2))
+        ),
         cache_salt=DIGESTS[0],
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
@@ -382,6 +388,8 @@ EVERY: tuple[Message, ...] = (
             first_suppressed=(220, 50_257),
             first_timestamp_max=50,
             no_speech_id=50_362,
+            alignment_heads=((2, 3), (3, 0)),
+            filter_width=9,
         ),
         media_width=64,
         pooling=tokenize.PoolingCard(

@@ -12,6 +12,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.audio import LANGUAGES
+from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.media import MediumSpan
 from antiphon.wire.namespaces import medium_key
@@ -78,6 +79,8 @@ class Transcriber:
             first_suppressed=audio.first_suppressed,
             first_timestamp_max=audio.first_timestamp_max,
             no_speech_id=token("nospeech") or token("nocaptions"),
+            alignment_heads=audio.alignment_heads,
+            filter_width=audio.filter_width,
         )
         return cls(
             tokenizer,
@@ -91,7 +94,9 @@ class Transcriber:
         )
 
     def prompt(self, before: str, asked: TranscriptionPrompt, context_tokens: int) -> list[int]:
-        """The ids of a prompt. Of the text before it, the end that fits half of the context.
+        """The ids of a prompt, and of an output that ends it.
+
+        Of the text before it, the end that fits half of the context.
 
         Raises:
             InvalidRequest: The model does not know the language.
@@ -112,7 +117,9 @@ class Transcriber:
             raise Unsupported("this model knows English alone, and does not translate")
         elif asked.language not in (None, "en"):
             raise InvalidRequest("this model knows English alone", param="language")
-        return ids if asked.timestamps else [*ids, self.plain]
+        if not asked.timestamps:
+            ids.append(self.plain)
+        return [*ids, *unpack_ids(asked.output)]
 
     def span(self, medium: MediumHeader) -> MediumSpan:
         """What a part of an audio file is beside the prompt."""

@@ -20,6 +20,7 @@ from antiphon.model_card.config_json import (
 )
 from antiphon.model_card.processor_files import NESTING, PROCESSOR
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.sampling import HEADS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,6 +94,9 @@ class AudioCard(msgspec.Struct, frozen=True):
         first_suppressed: Tokens that are not sampled first.
         first_timestamp_max: The latest timestamp that an output may begin with, in steps.
         multilingual: Whether prompts name a language and a task.
+        alignment_heads: Layer and number of each head of cross attention whose weights say where a
+            token is in the audio.
+        filter_width: Tokens of the encoder over which these are smoothed by their median.
     """
 
     source_tokens: int
@@ -101,6 +105,8 @@ class AudioCard(msgspec.Struct, frozen=True):
     first_suppressed: tuple[int, ...] = ()
     first_timestamp_max: int | None = None
     multilingual: bool = True
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    filter_width: int = 7
 
     @property
     def processing(self) -> bytes:
@@ -153,6 +159,9 @@ def halved(frames: int) -> int:
 class _TranscribingConfig(msgspec.Struct, frozen=True):
     max_source_positions: _Size = 1500
     num_mel_bins: _Size = 80
+    decoder_layers: _Size = 4
+    decoder_attention_heads: _Size = 6
+    median_filter_width: Annotated[int, Meta(ge=1, le=255)] = 7
     suppress_tokens: tuple[_Id, ...] | None = None
     begin_suppress_tokens: tuple[_Id, ...] | None = None
 
@@ -162,6 +171,9 @@ class _TranscribingGeneration(msgspec.Struct, frozen=True):
     begin_suppress_tokens: tuple[_Id, ...] | None = None
     max_initial_timestamp_index: _Id | None = None
     is_multilingual: bool | None = None
+    alignment_heads: Annotated[tuple[tuple[_Id, _Id], ...], Meta(max_length=HEADS_MAX)] | None = (
+        None
+    )
 
 
 class _FeatureNesting(msgspec.Struct, frozen=True):
@@ -213,7 +225,31 @@ def read_audio(folder: Path) -> AudioCard | None:
         first_suppressed=_first(generation.begin_suppress_tokens, config.begin_suppress_tokens),
         first_timestamp_max=generation.max_initial_timestamp_index,
         multilingual=generation.is_multilingual is not False,
+        alignment_heads=_alignment_heads(file, config, generation),
+        filter_width=config.median_filter_width,
     )
+
+
+def _alignment_heads(
+    file: Path, config: _TranscribingConfig, generation: _TranscribingGeneration
+) -> tuple[tuple[int, int], ...]:
+    """Those of generation_config.json, or all of the second half of the layers.
+
+    Source: the default of OpenAI's program, https://github.com/openai/whisper, `model.py`.
+    """
+    if not config.median_filter_width % 2:
+        raise ConfigError(
+            f"{file}: median_filter_width = {config.median_filter_width}: must be odd"
+        )
+    layers, heads = config.decoder_layers, config.decoder_attention_heads
+    if (named := generation.alignment_heads) is None:
+        return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
+    if any(layer >= layers or head >= heads for layer, head in named):
+        raise ConfigError(
+            f"{file.parent / 'generation_config.json'}: alignment_heads name a layer or a head that"
+            f" the model does not have, of {layers} layers with {heads} heads"
+        )
+    return named
 
 
 def _check_features(

@@ -155,6 +155,10 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_MAX)]
 NamedIds = Annotated[tuple[TokenId, ...], Meta(max_length=NAMED_MAX)]
 PromptStart = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 Dimensions = Positive
+HEADS_MAX = 4096
+"""Maximum heads of cross attention that align one request."""
+AlignmentHeads = Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=HEADS_MAX)]
+FilterWidth = Annotated[int, Meta(ge=1, le=255)]
 
 Mark = Annotated[str, Meta(min_length=1, max_length=128)]
 MARKS_MAX = 16
@@ -236,6 +240,22 @@ class PoolParams(Value):
     second_from: Positive | None = None
 
 
+class AlignmentParams(Value):
+    """Find where the last tokens of a prompt are in what it attends to beside its text.
+
+    Attributes:
+        tokens: How many tokens are aligned: the last ones.
+        source_tokens: With how many tokens of the encoder: the first ones.
+        heads: Layer and number of each head of cross attention whose weights say it.
+        filter_width: Tokens of the encoder over which weights are smoothed by their median; odd.
+    """
+
+    tokens: Positive
+    source_tokens: Positive
+    heads: AlignmentHeads
+    filter_width: FilterWidth = 7
+
+
 class SamplingParams(Value):
     """Sampling parameters, stop conditions and token outputs of each choice.
 
@@ -245,8 +265,9 @@ class SamplingParams(Value):
 
     `top_k` 0 keeps the whole vocabulary. `stop_token_ids` adds to the model's EOS tokens, which
     `ignore_eos` disables. Before `min_new_tokens` no stop token is sampled. `max_new_tokens` 0
-    only runs prefill; with `pool` set, the result is a vector. The owner always sets `seed`, so
-    that a later attempt samples with the same random numbers.
+    only runs prefill; with `pool` set, the result is a vector, and with `alignment` the times of
+    tokens. The owner always sets `seed`, so that a later attempt samples with the same random
+    numbers.
     """
 
     max_new_tokens: Count
@@ -266,6 +287,7 @@ class SamplingParams(Value):
     ignore_eos: bool = False
     details: TokenOutputParams | None = None
     pool: PoolParams | None = None
+    alignment: AlignmentParams | None = None
 
     def details_from(self, prompt_tokens: int) -> int | None:
         """First token offset with token outputs, for a prompt of this length; None: there are none.

@@ -37,6 +37,8 @@ class TokenOutputs(Value):
         named_logprobs: float32, of the ids that the request named, in its order.
         hidden: float32, the hidden state that each token was computed from.
         pooled: float32, the pooled vector of the whole prompt, at one token with the id -1.
+        times: float32, where each aligned token of the prompt begins, in tokens of the encoder, at
+            one token with the id -1.
     """
 
     count: TokenCount = 0
@@ -47,6 +49,7 @@ class TokenOutputs(Value):
     named_logprobs: bytes = b""
     hidden: bytes = b""
     pooled: bytes = b""
+    times: bytes = b""
 
     @property
     def columns(self) -> tuple[bytes, ...]:
@@ -55,7 +58,7 @@ class TokenOutputs(Value):
     @classmethod
     def from_columns(cls, count: int, columns: Iterable[bytes]) -> TokenOutputs:
         """Build from columns in the order of `columns`."""
-        ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
+        ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled, times = columns
         return cls(
             count=count,
             token_ids=ids,
@@ -65,6 +68,7 @@ class TokenOutputs(Value):
             named_logprobs=named_logprobs,
             hidden=hidden,
             pooled=pooled,
+            times=times,
         )
 
     @property

@@ -11,7 +11,7 @@ from antiphon.wire.bounds import Count, ShortText, Signed, TokenCount, UnixMs
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
 from antiphon.wire.media import MEDIA_MAX, Headers, Spans
 from antiphon.wire.namespaces import CacheSalt
-from antiphon.wire.sampling import SamplingDefaults
+from antiphon.wire.sampling import AlignmentHeads, FilterWidth, SamplingDefaults
 
 MESSAGES_MAX = 4096
 """Maximum messages of one conversation: a message takes several tokens, its marks included."""
@@ -92,11 +92,13 @@ class TranscriptionPrompt(Value):
         language: Its code; None: the prompt is that after which a multilingual model predicts it.
         translate: To English.
         timestamps: Whether the output has timestamps.
+        output: int32, little-endian: what the model has written, which ends the prompt.
     """
 
     language: ShortText | None = None
     translate: bool = False
     timestamps: bool = False
+    output: bytes = b""
 
 
 class TranscriptionCard(Value):
@@ -113,6 +115,9 @@ class TranscriptionCard(Value):
         first_timestamp_max: The latest timestamp that an output may begin with, in steps.
         no_speech_id: What follows the beginning of a prompt if the audio is silent; None: the model
             has no such token.
+        alignment_heads: Layer and number of each head whose weights say where a token is; none of a
+            tokenizer of a version up to 0.4.
+        filter_width: See `AlignmentParams`.
     """
 
     window_s: Annotated[float, Meta(gt=0)]
@@ -125,6 +130,8 @@ class TranscriptionCard(Value):
     first_suppressed: tuple[TokenCount, ...] = ()
     first_timestamp_max: TokenCount | None = None
     no_speech_id: TokenCount | None = None
+    alignment_heads: AlignmentHeads = ()
+    filter_width: FilterWidth = 7
 
 
 class EncodeRequest(Message):

@@ -313,7 +313,7 @@ class Cluster:
         self.group.create_task(self._generate(request))
 
     async def _generate(self, request: SubmitRequest) -> None:
-        for step in range(len(self.script) if request.sampling.pool is None else 1):
+        for step in range(1 if self._is_vector(request) else len(self.script)):
             if step == self.hold_at:
                 await self.go.wait()
             for choice in range(request.choices):
@@ -321,7 +321,7 @@ class Cluster:
 
     def row(self, request: SubmitRequest, step: int, choice: int = 0) -> TextRow:
         """The row of a step: a piece of the script, as one token; or a vector."""
-        if request.sampling.pool is not None:
+        if self._is_vector(request):
             return self._vector_row(request)
         last = step == len(self.script) - 1
         failed = last and self.row_error is not None
@@ -345,11 +345,20 @@ class Cluster:
             error=encode_error(self.row_error) if failed and self.row_error else None,
         )
 
+    @staticmethod
+    def _is_vector(request: SubmitRequest) -> bool:
+        """Whether it asks for numbers, and no text: a vector, or times of tokens."""
+        return request.sampling.pool is not None or request.sampling.alignment is not None
+
     def _vector_row(self, request: SubmitRequest) -> TextRow:
+        alignment = request.sampling.alignment
         prompt = bytes(list(unpack_ids(request.prompt_ids)))
         failed = self.row_error is not None
         details = TokenOutputs(
-            count=1, token_ids=pack_ids([-1]), pooled=pack_floats(self.vector(prompt))
+            count=1,
+            token_ids=pack_ids([-1]),
+            pooled=b"" if alignment is not None else pack_floats(self.vector(prompt)),
+            times=pack_floats([] if alignment is None else range(0, 10 * alignment.tokens, 10)),
         )
         return TextRow(
             request_id=request.request_id,

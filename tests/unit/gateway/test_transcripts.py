@@ -29,6 +29,7 @@ from antiphon.gateway.http.openai.segments import (
     timed_tokens,
 )
 from antiphon.gateway.http.openai.transcription_job import TAIL_S, TEMPERATURES
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Overloaded, WorkerLost
 from antiphon.wire.tokenize import TranscriptionCard
 
@@ -124,14 +125,8 @@ SOUND = wav(tones(0.2))
         ({"language": "en"}, "file", "the form has no file"),
         ({"file": SOUND, "temperature": "hot"}, "temperature", "temperature"),
         ({"file": SOUND, "temperature": "-1"}, "temperature", "temperature"),
-        ({"file": SOUND, "response_format": "pdf"}, "response_format", "pdf"),
         (
-            {"file": SOUND, "response_format": "verbose_json", "timestamp_granularities__": "word"},
-            "timestamp_granularities",
-            "only segments have timestamps",
-        ),
-        (
-            {"file": SOUND, "timestamp_granularities__": "segment"},
+            {"file": SOUND, "timestamp_granularities__": "word"},
             "timestamp_granularities",
             "verbose_json",
         ),
@@ -319,6 +314,39 @@ async def test_segments_are_of_the_type_of_the_client(transcribing: House) -> No
     ]
     assert [each.no_speech_prob for each in whole.segments] == [pytest.approx(math.exp(-0.25))] * 3
     assert temperatures(transcribing) == [0.0] * 3
+
+
+async def test_words_are_refused_where_a_tokenizer_knows_no_heads(transcribing: House) -> None:
+    wanted = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
+    status, body = await posted(transcribing, file=LONG, **wanted)
+    assert (status, body["error"]["param"]) == (400, "timestamp_granularities")
+
+
+async def test_words_have_the_times_of_their_tokens(transcribing: House) -> None:
+    cluster = transcribing.cluster
+    wanted = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
+    assert cluster.transcription is not None
+    cluster.transcription = msgspec.structs.replace(
+        cluster.transcription, alignment_heads=((1, 2),)
+    )
+    async with posting(transcribing, file=LONG, **wanted) as reply:
+        whole = TranscriptionVerbose.model_validate_json(await reply.text(), strict=True)
+    assert whole.segments is None
+    assert [(each.word, each.start, each.end) for each in whole.words or ()] == [
+        *((WHOLE, 0.0, 0.6), (WHOLE, 2.0, 2.6), (WHOLE, 4.0, 4.6)),
+    ]
+    asked = [each.sampling.alignment for each in cluster.submits if each.sampling.alignment]
+    assert [(each.tokens, each.source_tokens, each.heads) for each in asked] == [
+        *((4, 100, ((1, 2),)), (4, 100, ((1, 2),)), (4, 50, ((1, 2),))),
+    ]
+    prompts = [each for each in cluster.encodes if each.transcription]
+    again = [each for each in prompts if each.transcription and each.transcription.output]
+    assert {each.transcription.output for each in again if each.transcription} == {
+        pack_ids(TIMED.encode())
+    }
+    # Behind the same text as the output.
+    assert [(each.prompt or "").strip() for each in again] == ["", TIMED, 2 * TIMED]
+    await nothing_is_held(transcribing)
 
 
 @pytest.mark.parametrize("why", ["a guess", "it repeats itself"])

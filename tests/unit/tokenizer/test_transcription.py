@@ -15,7 +15,7 @@ from antiphon.tokenizer.encoding import TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.tokenizer.transcription import Transcriber
 from antiphon.wire.claim import AudioWindow
-from antiphon.wire.codec import unpack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.media import MediumHeader
@@ -120,3 +120,15 @@ def test_a_tokenizer_without_a_mark_is_refused(tmp_path: Path) -> None:
     words = read_model_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"<\|notimestamps\|>"):
         Transcriber.of(words.tokenizer, CARD)
+
+
+def test_an_output_ends_the_prompt_that_it_was_written_behind(prompts: Prompts) -> None:
+    asked = {"language": "de", "timestamps": True}
+    before = prompts.marks("Names.", **asked)
+    ids = prompts.transcriber.tokenizer.encode(" One two", add_special_tokens=False).ids
+    made = prompts.marks("Names.", output=pack_ids(ids), **asked)
+    assert made[: len(before)] == before
+    assert len(made) == len(before) + len(ids)
+    plain = prompts.encoded(language="de", output=pack_ids(ids))
+    assert not isinstance(plain, EngineError)
+    assert list(unpack_ids(plain.token_ids))[-len(ids) :] == ids

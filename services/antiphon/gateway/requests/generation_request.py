@@ -19,6 +19,7 @@ from antiphon.wire.media import Detail, EmbeddingForm
 from antiphon.wire.sampling import (
     BIAS_MAX,
     GRAMMAR_TEXT_MAX,
+    AlignmentParams,
     AllowRange,
     Grammar,
     LogitBias,
@@ -58,6 +59,7 @@ class SamplingOptions(SamplingDefaults):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     details: TokenOutputParams | None = None
+    alignment: AlignmentParams | None = None
 
     def with_fields_of(self, source: msgspec.Struct) -> SamplingOptions:
         """Take the fields that `source` sets under the same name."""
@@ -320,6 +322,7 @@ def sampling_params(
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
         details=_requested_outputs(options.details),
+        alignment=options.alignment,
     )
     for source in (*reversed(defaults), options):
         params = msgspec.structs.replace(params, **set_fields(source, SamplingDefaults))

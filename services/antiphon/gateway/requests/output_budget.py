@@ -54,7 +54,10 @@ def output_bytes(submit: SubmitRequest, *, hidden_size: int) -> int:
     if (wanted := submit.sampling.details) is None:
         return KEPT_TOKEN_BYTES * outputs
     columns = 4 * (1 + wanted.logprobs + len(wanted.named_ids) + hidden_size * wanted.hidden)
-    return KEPT_TOKEN_BYTES * outputs + (columns + 8 * wanted.top) * _reported_tokens(submit)
+    aligned = submit.sampling.alignment
+    times = 0 if aligned is None else 4 * aligned.tokens
+    columns += 8 * wanted.top + times
+    return KEPT_TOKEN_BYTES * outputs + columns * _reported_tokens(submit)
 
 
 def _reported_tokens(submit: SubmitRequest) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from antiphon.model_worker.batching.alignment import check_alignment
 from antiphon.model_worker.batching.logits import unpack_bias
 from antiphon.model_worker.batching.media import check_media
 from antiphon.model_worker.batching.state import WIRE_IDS, EngineLimits, RequestState
@@ -44,6 +45,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
+    check_alignment(state, None if limits.source_shape is None else limits.source_shape[0])
     prompt = ids[:prompt_tokens]
     sees, grids = limits.media_width is not None, limits.media_grids
     source = limits.source_shape

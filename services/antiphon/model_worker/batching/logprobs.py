@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.plan import (
@@ -167,7 +168,12 @@ def write_outputs(
             tokens = slice(start, start + prompt_entries + kept)
             if tokens.start == tokens.stop:
                 return
-            request.add_outputs(_requested(outcome.details, tokens, params), prompt_entries)
+            outputs = _requested(outcome.details, tokens, params)
+            if outcome.times is not None:
+                first, last = outcome.times.starts[row : row + 2].tolist()
+                times = _bytes(outcome.times.values[first:last])
+                outputs = msgspec.structs.replace(outputs, times=times)
+            request.add_outputs(outputs, prompt_entries)
 
 
 def _requested(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:

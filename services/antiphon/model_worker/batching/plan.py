@@ -180,6 +180,26 @@ class PoolingRequest:
     dimensions: Ints  # (R,) length to which the vector is truncated; 0 returns all of it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignmentRequest:
+    """Prompts that end in a plan, and whose last tokens are found in what they attend to.
+
+    All of a prompt is computed again for it, by itself: see `runner.alignment`.
+
+    Axes: A prompts, P tokens of all, C heads of all, S tokens of the encoder.
+    """
+
+    rows: Ints  # (A,) of the plan, rising
+    token_starts: Ints  # (A + 1,) where the tokens of each prompt start in `tokens`
+    tokens: Ints  # (P,)
+    counts: Ints  # (A,) how many of them are aligned: the last ones
+    head_starts: Ints  # (A + 1,) where the heads of each start in `heads`
+    heads: Ints  # (C, 2) layer and number
+    sources: Floats  # (A, S, hidden) what they attend to
+    source_tokens: Ints  # (A,) with how many of S tokens they are aligned: the first ones
+    filter_widths: Ints  # (A,) of the median, odd
+
+
 class SamplingPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What changes the logits of a plan before a token is sampled; None where no row needs it.
 
@@ -286,6 +306,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source_slots: Ints | None = None  # (N,)
     ahead: Ints | None = None  # (T,) see above
     group_rows: Ints | None = None  # (G + 1,) see above
+    alignment: AlignmentRequest | None = None
 
     @property
     def groups_count(self) -> int:
@@ -347,6 +368,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         computed: Leading tokens of a row whose keys and values are valid now: of a verify row as
             many as it accepted. 0 of a row that failed, and of no other.
         plan: The plan as it was computed, if it had placeholders of drafts, or rows that follow.
+        times: Where the aligned tokens of a prompt begin, in tokens of the encoder.
     """
 
     step: int
@@ -356,6 +378,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     computed: Ints  # (R,)
     details: LogprobsBatch | None = None
     vectors: PooledVectors | None = None
+    times: PooledVectors | None = None
     plan: StepPlan | None = None
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from antiphon.model_worker.batching.alignment import alignment_request
 from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.plan import StepPlan, future
 
@@ -36,7 +37,7 @@ def build_plan(
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     pooling, types, next_tokens = None, None, None
     spliced, spliced_rows, axis_tokens, axis_positions = None, None, None, None
-    ahead, sources, source_slots = None, None, None
+    ahead, sources, source_slots, alignment = None, None, None, None
     if rows.draft_counts is not None:
         next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
@@ -47,6 +48,7 @@ def build_plan(
         axis_tokens, axis_positions = _axes(chunks, rows, query_start)
         if batch.source_shape is not None:
             sources, source_slots = _sources(chunks, rows, batch.source_shape)
+            alignment = alignment_request(chunks, rows)
         if spliced is not None and batch.span_tokens is not None:
             ahead = _ahead(chunks, rows, query_start, len(tokens))
         if (pooling := pooling_request(chunks, rows)) is not None:
@@ -75,6 +77,7 @@ def build_plan(
         sources=sources,
         source_slots=source_slots,
         ahead=ahead,
+        alignment=alignment,
         changes=batch.changes.read(),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from antiphon.model_worker.batching.plan import (
     PLAIN,
+    AlignmentRequest,
     Biases,
     LogprobsRequest,
     Penalties,
@@ -137,6 +138,8 @@ def _size_bytes(plan: StepPlan) -> int:
         size += plan.spliced_rows.nbytes
     if plan.sources is not None:
         size += plan.sources.nbytes
+    if plan.alignment is not None:
+        size += _array_bytes(plan.alignment)
     if plan.axis_positions is not None:
         size += plan.axis_positions.nbytes
     if plan.details is not None:
@@ -153,6 +156,8 @@ def _part_bytes(part: SamplingPart | None) -> int:
     )
 
 
-def _array_bytes(part: Penalties | Timestamps | Biases | LogprobsRequest) -> int:
+def _array_bytes(
+    part: Penalties | Timestamps | Biases | LogprobsRequest | AlignmentRequest,
+) -> int:
     """Counted exactly, since the sizes are chosen by clients."""
     return sum(getattr(part, name).nbytes for name in part.__slots__)

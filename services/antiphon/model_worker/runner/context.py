@@ -28,6 +28,7 @@ from antiphon.layers.context import (
     AttentionBackend,
     AttentionParams,
     AttentionRows,
+    CrossAttentionBackend,
     ForwardContext,
     HiddenStates,
     LatentAttentionBackend,
@@ -38,6 +39,7 @@ from antiphon.layers.context import (
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.model.draft_head import DraftHead
+from antiphon.model_worker.runner.alignment import attend_to_prompt
 from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 
 if TYPE_CHECKING:
@@ -201,6 +203,23 @@ class ForwardContexts:
         decoder, ctx = self._decoder, self.of(plan, batch)
         assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
         return ctx, decoder.forward(ctx, token_ids, self.splices(plan))
+
+    def run_alone(self, tokens: Ints, cross: CrossAttentionBackend) -> None:
+        """Run the layers on a whole prompt (P,) by itself, without a cache of its keys and values.
+
+        It attends to what `cross` has.
+        """
+        decoder = self._decoder
+        assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
+        ctx = ForwardContext(
+            ops=self._ops,
+            tp=self._mixing_tp,
+            experts=self._experts,
+            attend=attend_to_prompt,
+            cross=cross,
+            positions=self._upload(np.arange(len(tokens), dtype=np.int32)),
+        )
+        decoder.forward(ctx, self._upload(tokens.astype(np.int64)))
 
     def splices(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """What `Decoder.forward` takes of a plan; None: all tokens are read from the table."""

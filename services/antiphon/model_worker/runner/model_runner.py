@@ -19,6 +19,7 @@ from antiphon.kernels.upload import upload_to
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
+    PooledVectors,
     RowStatus,
     Sampled,
     SamplingColumns,
@@ -28,6 +29,7 @@ from antiphon.model_worker.batching.plan import (
 )
 from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.runner.alignment import align
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.cross_cache import CrossCache
 from antiphon.model_worker.runner.input_batch import (
@@ -356,8 +358,15 @@ class ModelRunner:
             token_ids=token_ids,
             status=status,
             computed=batch.computed(np.diff(starts), status),
+            times=self._times(plan),
             details=details,
         )
+
+    def _times(self, plan: StepPlan) -> PooledVectors | None:
+        """Where the aligned tokens of the prompts that end in a plan are, if there are any."""
+        if (wanted := plan.alignment) is None:
+            return None
+        return align(wanted, len(plan.slot), self._contexts.run_alone, self._model.build.dtype)
 
     def _record_tokens(
         self, plan: StepPlan, starts: Ints, token_ids: Ints, ended: NDArray[np.bool_] | None

@@ -21,10 +21,13 @@ from antiphon.gateway.http.openai.segments import (
     compression_ratio,
     timed_tokens,
 )
+from antiphon.gateway.http.openai.words import UNSPACED, TimedPiece, Word, words_of
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.wire.base import FinishReason
-from antiphon.wire.errors import Cancelled, Overloaded, RateLimited
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.errors import Cancelled, Overloaded, RateLimited, Unavailable
 from antiphon.wire.sampling import (
+    AlignmentParams,
     AllowRange,
     DisallowFirst,
     DisallowTokens,
@@ -32,6 +35,7 @@ from antiphon.wire.sampling import (
     TimestampRules,
     TokenOutputParams,
 )
+from antiphon.wire.token_outputs import unpack_floats
 from antiphon.wire.tokenize import TranscriptionPrompt
 
 if TYPE_CHECKING:
@@ -66,6 +70,8 @@ NO_SPEECH_MAX: Final = 0.6
 """Above it, a guess is of silence, and is left out."""
 CONTEXT_TEMPERATURE_MAX: Final = 0.5
 """A text that was sampled at more is not the beginning of the next one."""
+ROUNDING: Final = 1e-6
+"""Steps of time that are so few less than a whole number are that."""
 
 
 class TranscriptionOptions(NamedTuple):
@@ -75,6 +81,8 @@ class TranscriptionOptions(NamedTuple):
         temperature: 0: see `TEMPERATURES`.
         patience_s: How long a part is submitted again and again, once others are transcribed.
         logprobs: Whether those of all text tokens are returned.
+        segments: Whether segments are returned.
+        words: Whether words are returned, with their times.
     """
 
     model: str | None
@@ -82,6 +90,8 @@ class TranscriptionOptions(NamedTuple):
     temperature: float
     patience_s: float
     logprobs: bool = False
+    segments: bool = True
+    words: bool = False
 
 
 class TranscriptDelta(NamedTuple):
@@ -94,7 +104,7 @@ class TranscriptDelta(NamedTuple):
 class _Attempt(NamedTuple):
     """The output of a part at a temperature: a text for each of its segments, or all of it.
 
-    `following_s` is where the next part begins.
+    `following_s` is where the next part begins, `details` its tokens.
     """
 
     temperature: float
@@ -103,6 +113,7 @@ class _Attempt(NamedTuple):
     texts: Sequence[str]
     avg_logprob: float
     logprobs: Sequence[TopLogprob]
+    details: TokenOutputsChunk | None = None
 
     @property
     def compression_ratio(self) -> float:
@@ -137,6 +148,7 @@ class TranscriptionJob:
     asked: TranscriptionPrompt
     scored: bool = False
     segments: list[Segment] = field(default_factory=list[Segment])
+    words: list[Word] = field(default_factory=list[Word])
     logprobs: list[TopLogprob] = field(default_factory=list[TopLogprob])
     _texts: list[str] = field(default_factory=list[str])
     _context_from: int = 0  # index of the first text that prompts begin with
@@ -212,14 +224,14 @@ class TranscriptionJob:
         if not self.asked.timestamps:
             text, following_s = answer.choices[0].text, start_s + self.card.window_s
             found = self._logprobs(details)
-            return _Attempt(temperature, following_s, (), (text,), average, found)
+            return _Attempt(temperature, following_s, (), (text,), average, found, details)
         end_s = min(start_s + self.card.window_s, self.whole.seconds)
         ids = [each.token_id for each in tokens]
         timed, following_s = timed_tokens(ids, self.card, start_s, end_s)
         texts = await self.tokenizers.decode([each.ids for each in timed]) if timed else ()
         places = [place for each in timed for place in each.places]
         found = self._logprobs(details, places)
-        return _Attempt(temperature, following_s, timed, texts, average, found)
+        return _Attempt(temperature, following_s, timed, texts, average, found, details)
 
     def _logprobs(
         self, details: TokenOutputsChunk | None, places: Sequence[int] | None = None
@@ -312,14 +324,12 @@ class TranscriptionJob:
     def _part(
         self, start_s: float, temperature: float, *, scored: bool = False
     ) -> GenerationRequest:
-        so_far = "".join(self._texts[self._context_from :])
-        before = f"{self.options.prompt} {so_far}"[-BEFORE_CHARACTERS:]
         scored = scored or self.options.logprobs
         details = TokenOutputParams(ids=True, logprobs=True) if scored else None
         sampling = SamplingOptions(
             temperature=temperature, processors=self._processors(), details=details
         )
-        return self._request(start_s, self.asked, sampling, prompt=before)
+        return self._request(start_s, self.asked, sampling, prompt=self._before)
 
     def _request(
         self,
@@ -337,13 +347,59 @@ class TranscriptionJob:
             prompt=prompt,
             transcription=asked,
             media=(msgspec.structs.replace(self.file, audio=window),),
-            stop=StopStrings(token_texts=self.options.logprobs),
+            stop=StopStrings(token_texts=self.options.logprobs or self.options.words),
             fields={"media": "file", "media.0": "file"},
             tokens_max=tokens_max,
             sampling=sampling,
             auto_truncate=False,
             continues=self._parts > 0,
         )
+
+    async def _add_words(self, attempt: _Attempt, start_s: float) -> None:
+        """Find the times of the words of a part: its output is run again, behind its prompt.
+
+        Raises:
+            Unavailable: The worker is of a version that does not know of it.
+        """
+        if attempt.details is None or not attempt.timed:
+            return
+        card, details = self.card, attempt.details
+        ids = [each.token_id for each in details.details.iter_tokens()]
+        if ids[-1] == card.end_id:
+            ids.pop()
+        end_s = min(start_s + card.window_s, self.whole.seconds)
+        alignment = AlignmentParams(
+            tokens=len(ids),
+            # Of the last step of a file there is less than a token of the encoder.
+            source_tokens=max(1, math.floor((end_s - start_s) / card.timestamp_s + ROUNDING)),
+            heads=card.alignment_heads,
+            filter_width=card.filter_width,
+        )
+        asked = msgspec.structs.replace(self.asked, output=pack_ids(ids))
+        sampling = SamplingOptions(details=TokenOutputParams(ids=True), alignment=alignment)
+        answer = await self._answer(
+            self._request(start_s, asked, sampling, prompt=self._before, tokens_max=0)
+        )
+        found = answer.choices[0].details
+        times = () if found is None else unpack_floats(found.details.times)
+        if len(times) != len(ids):
+            raise Unavailable("a worker of an earlier version knows no times of words")
+        # What is behind the last segment belongs to the next part.
+        until_s = min(end_s, attempt.following_s)
+        begins = [min(start_s + time * card.timestamp_s, until_s) for time in times]
+        ends = [*begins[1:], begins[-1]]
+        for each in attempt.timed:
+            pieces = [
+                TimedPiece(details.bytes_of(ids[place]), begins[place], ends[place])
+                for place in each.places
+            ]
+            self.words += words_of(pieces, spaced=self.language not in UNSPACED)
+
+    @property
+    def _before(self) -> str:
+        """The text before a part."""
+        so_far = "".join(self._texts[self._context_from :])
+        return f"{self.options.prompt} {so_far}"[-BEFORE_CHARACTERS:]
 
     def _processors(self) -> tuple[LogitProcessor, ...]:
         """What must not be sampled: see `TranscriptionCard`."""
@@ -365,6 +421,8 @@ class TranscriptionJob:
         return tuple(made)
 
     async def _add(self, attempt: _Attempt, start_s: float) -> None:
+        if self.options.words:
+            await self._add_words(attempt, start_s)
         self._texts += attempt.texts
         self.logprobs += attempt.logprobs
         no_speech_prob = await self._no_speech(start_s) if self.scored else 0.0

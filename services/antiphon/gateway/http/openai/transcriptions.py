@@ -24,6 +24,7 @@ from antiphon.gateway.http.core.logprobs import TopLogprob
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.openai.segments import Segment, subtitles
 from antiphon.gateway.http.openai.transcription_job import TranscriptionJob, TranscriptionOptions
+from antiphon.gateway.http.openai.words import Word
 from antiphon.gateway.media.audio_header import read_audio_header
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
@@ -34,7 +35,7 @@ from antiphon.wire.sampling import Temperature
 from antiphon.wire.tokenize import TranscriptionPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from antiphon.gateway.media.audio_header import AudioFileHeader
@@ -70,7 +71,7 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     language: Annotated[str, Meta(max_length=100)] | None = None
     """ISO 639-1 code of the language. Unset: it is detected."""
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] = []
-    """`segment`; requires `verbose_json`."""
+    """`segment`, which is the default, and `word`; requires `verbose_json`."""
     include: Annotated[list[Literal["logprobs"]], Meta(max_length=1)] = []
     """`logprobs`, of the tokens of the text; requires `json`."""
     stream: bool = False
@@ -101,13 +102,14 @@ class TranscriptText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of a file with its segments (`verbose_json`)."""
+    """The text of a file with its segments, and its words if asked for (`verbose_json`)."""
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[Segment]
+    segments: list[Segment] | UnsetType = UNSET
+    words: list[Word] | UnsetType = UNSET
     usage: DurationUsage
 
 
@@ -143,6 +145,7 @@ class TranscriptionEndpoints(Endpoints):
                 language=language,
                 streamed=form.stream,
                 logprobs=bool(form.include),
+                granularities=form.timestamp_granularities,
             )
             if not form.stream:
                 return await _answer(job, form)
@@ -183,6 +186,7 @@ class TranscriptionEndpoints(Endpoints):
         translate: bool = False,
         streamed: bool = False,
         logprobs: bool = False,
+        granularities: Sequence[str] = (),
     ) -> TranscriptionJob:
         """What is to be done with a file; its header is read, and its limits are checked."""
         model = model_of(form.model)
@@ -190,6 +194,9 @@ class TranscriptionEndpoints(Endpoints):
         card = (await self.tokenizers.card(CARD_TIMEOUT_S)).transcription
         if card is None:
             raise Unsupported(f"the model {self.model} does not transcribe audio", param="model")
+        if "word" in granularities and not card.alignment_heads:
+            text = "tokenizers of an earlier version know no times of words"
+            raise Unsupported.at("timestamp_granularities", text)
         most = self.runtime.settings.encoder.audio_seconds_max
         try:
             header, digest = await asyncio.to_thread(_read, file, most)
@@ -210,7 +217,15 @@ class TranscriptionEndpoints(Endpoints):
             self.response_handler,
             self.tokenizers,
             card,
-            TranscriptionOptions(form.model, form.prompt, form.temperature, patience_s, logprobs),
+            TranscriptionOptions(
+                form.model,
+                form.prompt,
+                form.temperature,
+                patience_s,
+                logprobs,
+                segments=not granularities or "segment" in granularities,
+                words="word" in granularities,
+            ),
             MediumSource(file, "file", digest=digest),
             whole,
             asked,
@@ -224,9 +239,6 @@ def _read(file: bytes, seconds_max: float) -> tuple[AudioFileHeader, bytes]:
 
 
 def _check(form: TranscriptionForm) -> None:
-    if "word" in form.timestamp_granularities:
-        text = "only segments have timestamps"
-        raise Unsupported.at("timestamp_granularities", text)
     if form.timestamp_granularities and form.response_format != "verbose_json":
         text = "requires the response_format verbose_json"
         raise InvalidRequest.at("timestamp_granularities", text)
@@ -266,7 +278,8 @@ async def _answer(job: TranscriptionJob, form: TranslationForm) -> web.Response:
                 language=LANGUAGES.get(job.language, job.language),
                 duration=job.whole.seconds,
                 text=job.text,
-                segments=job.segments,
+                segments=job.segments if job.options.segments else UNSET,
+                words=job.words if job.options.words else UNSET,
                 usage=usage_of(job.whole.seconds),
             )
         )
