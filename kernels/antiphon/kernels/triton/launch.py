@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 Constant = int | float | bool | None
 
+WARPS, WARP_BYTES = 4, 512
+"""Warps of a program, and what the threads of a warp load at once with 128 bits each."""
+
 
 class Kernel(Protocol):
     """A function that `triton.jit` has made, to be compiled or interpreted."""
@@ -45,7 +48,7 @@ def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
     *arguments: Tensor | float,
-    warps: int = 4,
+    warps: int = WARPS,
     stages: int = 2,
     **constants: Constant,
 ) -> None:
@@ -68,6 +71,11 @@ def enqueue(call: Callable[[], object]) -> None:
         call()
     else:
         RECORDING.calls(call)
+
+
+def warps_of(size_bytes: int) -> int:
+    """With more warps, a program that loads so many bytes at once would load less than 128 bits."""
+    return max(1, min(WARPS, size_bytes // WARP_BYTES))
 
 
 def ceil_div(number: int, divisor: int) -> int:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
+from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2, warps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 CHANNELS = 512
 """Channels that a program convolves."""
-WARP_BYTES = 512
-"""What the threads of a warp load at once with 128 bits each."""
 STATE = 4096
 """Elements of a state that a program has, if a column has fewer."""
 
@@ -277,7 +275,7 @@ def recurrence(
         made.token_row,
         mixed,
         count,
-        warps=_warps(block * projected.itemsize),
+        warps=warps_of(block * projected.itemsize),
         STRIDE=stride,
         CHANNELS=seen,
         TAPS=taps,
@@ -292,7 +290,7 @@ def recurrence(
         made.rows,
         count,
         writes,
-        warps=_warps(block * projected.itemsize),
+        warps=warps_of(block * projected.itemsize),
         STRIDE=stride,
         CHANNELS=seen,
         TAPS=taps,
@@ -338,7 +336,7 @@ def recurrence(
         y if norm is None else norm,
         out,
         float(layer.norm_eps),
-        warps=_warps(power_of_2(part) * y.itemsize),
+        warps=warps_of(power_of_2(part) * y.itemsize),
         STRIDE=stride,
         WIDTH=width,
         PART=part,
@@ -348,8 +346,3 @@ def recurrence(
         BLOCK=power_of_2(part),
     )
     return out
-
-
-def _warps(size_bytes: int) -> int:
-    """With more warps, a program that loads so many bytes at once would load less than 128 bits."""
-    return max(1, min(4, size_bytes // WARP_BYTES))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from antiphon.kernels.kv import FP8_MAX
-from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
+from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2, warps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,7 @@ def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         codes,
         scales,
         tokens,
+        warps=warps_of(each * block * x.element_size()),
         INPUTS=inputs,
         GROUP=group,
         GROUPS=groups,
