@@ -16,7 +16,8 @@ import torch
 from tests.gpu.costs import DECODE_AIMS, GpuRates, decode_cost
 from tests.gpu.models import greedy_requests, open_sized, runner_of
 from tests.gpu.timing import COPY_BYTES, PRODUCT_SIDE, Stopwatch, idle_share
-from tests.kernels.dry_run import MODELS, PAGE_TOKENS
+from tests.kernels.dry_run import PAGE_TOKENS
+from tests.kernels.published import MODELS
 from tests.models.model_loop import ModelLoop
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
-    from tests.kernels.dry_run import Sizes
+    from tests.kernels.published import Sizes
     from torch import Tensor
 
     from antiphon.model_worker.batching.mailbox import Mail

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
-from tests.kernels.dry_run import MODELS, SAMPLED, Launch, every_launch, loop_of, request
+from tests.kernels.dry_run import SAMPLED, Launch, every_launch, loop_of, request
 from tests.kernels.interpreted.checks import LONG, RAGGED, a_shape, check_attention
 from tests.kernels.on_device import OnDevice
+from tests.kernels.published import MODELS
 from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
 from tests.models.rank import Ranks
 from tests.support.models import open_model
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from tests.kernels.dry_run import Sizes
+    from tests.kernels.published import Sizes
     from tests.models.model_loop import Output
 
     from antiphon.model_worker.ranks.protocol import LeadRank

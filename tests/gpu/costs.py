@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.kernels.dry_run import Sizes
+    from tests.kernels.published import Sizes
 
 ITEM_BYTES = 2
 """Of weights, keys and values."""

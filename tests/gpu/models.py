@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     import torch
     from numpy.typing import NDArray
-    from tests.kernels.dry_run import Launch, Sizes
+    from tests.kernels.dry_run import Launch
+    from tests.kernels.published import Sizes
     from torch import Tensor
 
     from antiphon.kernels.stream import Cut, Download, Graph, Stream

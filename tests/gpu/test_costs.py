@@ -14,7 +14,8 @@ from tests.gpu.costs import (
     launches_of,
     used_experts,
 )
-from tests.kernels.dry_run import MODELS, in_groups, open_worker
+from tests.kernels.dry_run import in_groups, open_worker
+from tests.kernels.published import MODELS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,7 +2,9 @@
 
 `python -m tests.kernels.ahead_of_time` compiles those of all models for all compute capabilities,
 and writes compiled.tsv: the page about kernels is made from it. It takes minutes. Names of kernels
-behind the command compile these alone; the other rows stay as they are.
+behind the command compile these alone; the other rows stay as they are. After a model was added,
+`--model NAME` compiles what only it launches, and joins that to the rows. A command that was
+interrupted finds in Triton's cache what it compiled.
 """
 
 # pyright: basic
@@ -15,15 +17,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 from tests.kernels.dry_run import ALIGNED, ALIGNMENT, Launch, every_launch
+from tests.kernels.published import MODELS
 from tests.kernels.sass import Code, code_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,7 +33,7 @@ from triton.compiler import ASTSource
 from antiphon.kernels.triton.backend import SMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 TABLE = Path(__file__).with_name("compiled.tsv")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -136,6 +138,10 @@ def _dump(binary: bytes) -> str:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
+RowKey = tuple[str, int]
+"""A kernel, and the compute capability that it is compiled for."""
+
+
 class Row(NamedTuple):
     """The launches of a kernel on a compute capability.
 
@@ -155,15 +161,24 @@ class Row(NamedTuple):
     matrix: str
     load_bits: int
 
+    def joined(self, more: Row) -> Row:
+        """With more launches of the same kernel, but for the digest."""
+        return self._replace(
+            launches=self.launches + more.launches,
+            usage=Usage(*map(max, self.usage, more.usage)),
+            matrix=_listed({*self.matrix.split("/"), *more.matrix.split("/")}),
+            load_bits=min(self.load_bits, more.load_bits),
+        )
+
 
 def name_of(launch: Launch) -> str:
     """The name of its kernel in the table."""
     return f"{launch.module.rpartition('.')[2]}.{launch.kernel.removesuffix('_kernel')}"
 
 
-def by_kernel(every: Iterable[Launch], sms: Iterable[int]) -> dict[tuple[str, int], list[Launch]]:
+def by_kernel(every: Iterable[Launch], sms: Iterable[int]) -> dict[RowKey, list[Launch]]:
     """All that a row of the selection table lets run on each of these, by kernel."""
-    found: dict[tuple[str, int], list[Launch]] = {}
+    found: dict[RowKey, list[Launch]] = {}
     for sm in sms:
         for launch in every:
             if launch.runs_on(sm):
@@ -182,27 +197,74 @@ def compiled(every: Iterable[Launch], sms: Iterable[int]) -> list[Row]:
     Raises:
         RuntimeError: One does not fit there, keeps registers in memory, or lacks an instruction.
     """
-    rows: list[Row] = []
-    for (name, sm), launches in by_kernel(every, sms).items():
-        usages: list[Usage] = []
-        codes: list[Code] = []
-        for launch in launches:
-            usage, code = compile_for(launch, sm)
-            if (reason := usage.refusal(sm) or lacks(code, launch, sm)) is not None:
-                raise RuntimeError(f"sm_{sm}: {reason}: {launch}")
-            usages.append(usage)
-            codes.append(code)
-        most = Usage(*map(max, zip(*usages, strict=True)))
-        matrix = "/".join(sorted({code.matrix for code in codes} - {""}))
-        bits = min(code.load_bits for code in codes)
-        rows.append(Row(name, sm, len(launches), digest_of(launches), most, matrix, bits))
-    return rows
+    return [_row(*each) for each in by_kernel(every, sms).items()]
 
 
 def compiled_at_once(every: Iterable[Launch]) -> list[Row]:
     """As `compiled`, for all compute capabilities, on all processors."""
+    return _rows(by_kernel(every, SMS))
+
+
+def missing(
+    table: Iterable[Row], others: Iterable[Launch], every: Iterable[Launch]
+) -> tuple[dict[RowKey, Row], dict[RowKey, list[Launch]]]:
+    """Which rows of a table have launches that are still there, and which launches it lacks.
+
+    A row has them if it is one of `every` launch of its kernel, or of those of the `others`, which
+    the models had before another was added. By its digest a row of any other launches is not there.
+    """
+    rows, known = {(row.kernel, row.sm): row for row in table}, by_kernel(others, SMS)
+    kept: dict[RowKey, Row] = {}
+    lacking: dict[RowKey, list[Launch]] = {}
+    for key, launches in by_kernel(every, SMS).items():
+        compiled_before: list[Launch] = []
+        for each in (known.get(key, []), launches):
+            if key in rows and rows[key].digest == digest_of(each):
+                kept[key], compiled_before = rows[key], each
+        if rest := [launch for launch in launches if launch not in compiled_before]:
+            lacking[key] = rest
+    return kept, lacking
+
+
+def with_model(model: str) -> list[Row]:
+    """The table with the launches that only this model has, which alone are compiled."""
+    every = every_launch()
+    others = every_launch(tuple(name for name in MODELS if name != model))
+    kept, lacking = missing(read_table(), others, every)
+    launched = by_kernel(every, SMS)
+    for row in _rows(lacking):
+        key = row.kernel, row.sm
+        whole = kept[key].joined(row) if key in kept else row
+        kept[key] = whole._replace(digest=digest_of(launched[key]))
+    return sorted(kept.values())
+
+
+def _rows(launches: Mapping[RowKey, list[Launch]]) -> list[Row]:
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        return sorted(chain(*pool.map(partial(compiled, every), [(sm,) for sm in SMS])))
+        return sorted(pool.map(_row, launches.keys(), launches.values()))
+
+
+def _row(key: RowKey, launches: list[Launch]) -> Row:
+    name, sm = key
+    usages: list[Usage] = []
+    codes: list[Code] = []
+    for launch in launches:
+        try:
+            usage, code = compile_for(launch, sm)
+        except ValueError as error:
+            raise RuntimeError(f"sm_{sm}: {error}: {launch}") from error
+        if (reason := usage.refusal(sm) or lacks(code, launch, sm)) is not None:
+            raise RuntimeError(f"sm_{sm}: {reason}: {launch}")
+        usages.append(usage)
+        codes.append(code)
+    most = Usage(*map(max, zip(*usages, strict=True)))
+    matrix = _listed({code.matrix for code in codes})
+    bits = min(code.load_bits for code in codes)
+    return Row(name, sm, len(launches), digest_of(launches), most, matrix, bits)
+
+
+def _listed(names: set[str]) -> str:
+    return "/".join(sorted(names - {""}))
 
 
 def read_table() -> list[Row]:
@@ -216,12 +278,19 @@ def read_table() -> list[Row]:
 
 
 def main() -> int:
-    every, named = every_launch(), set(sys.argv[1:])
-    kept: list[Row] = []
-    if named:
-        every = [launch for launch in every if name_of(launch) in named]
+    parser = ArgumentParser(description="Compile recorded launches, and write compiled.tsv.")
+    parser.add_argument("kernels", nargs="*", help="Kernels to compile alone; none: all.")
+    parser.add_argument("--model", choices=MODELS, help="A new one, whose launches are added.")
+    arguments = parser.parse_args()
+    named = set(arguments.kernels)
+    if arguments.model is not None:
+        rows = with_model(arguments.model)
+    elif named:
+        chosen = [launch for launch in every_launch() if name_of(launch) in named]
         kept = [row for row in read_table() if row.kernel not in named]
-    rows = sorted(compiled_at_once(every) + kept)
+        rows = sorted(compiled_at_once(chosen) + kept)
+    else:
+        rows = compiled_at_once(every_launch())
     lines = ["kernel\tsm\tlaunches\tdigest\tregisters\tstack\tlocal\tshared\tmatrix\tload_bits"]
     lines += ["\t".join(map(str, (*row[:4], *row.usage, *row[5:]))) for row in rows]
     TABLE.write_text("\n".join(lines) + "\n")

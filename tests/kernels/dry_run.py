@@ -3,13 +3,12 @@
 A worker's own code runs requests on tensors that have shapes and no data: what is recorded is what
 a GPU would have to compile. Models are in bfloat16, as they are served, with the settings of a
 worker at their defaults; and once more with weights and a KV cache of 8 bits, and with
-deterministic inference.
+deterministic inference. Latents are cached in bfloat16, and are not deterministic.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from tests.kernels.no_data import empty, open_without_data, uploaded
+from tests.kernels.published import MODELS
 from tests.models.model_loop import ModelLoop
 from tests.support.worker import state
 
@@ -39,6 +39,7 @@ from antiphon.wire.token_outputs import pack_floats
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
+    from tests.kernels.published import Sizes
     from torch import Tensor
 
     from antiphon.config.quantization import QuantizationConfig
@@ -99,147 +100,14 @@ class Launch(msgspec.Struct, frozen=True):
         return sm >= E4M3_SM or not any("fp8e4nv" in argument for argument in self.arguments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """A published model, as far as kernels depend on it.
-
-    Attributes:
-        width: Of the feed-forward block, or of an expert.
-        heads: Query heads, kv heads, and elements of a head.
-        window: Of every second layer.
-        experts: Their number, and how many a token has.
-        fp8: How weights in fp8 are made, for a worker that has some: with a scale for an output
-            while loading, or with one for a block of 128 x 128, as stored.
-        grouped: What config.json says of weights in groups, for a worker that has some.
-        fields: Those of its config.json that are not here.
-    """
-
-    hidden: int
-    width: int
-    heads: tuple[int, int, int]
-    vocabulary: int
-    layers: int
-    window: int | None = None
-    experts: tuple[int, int] | None = None
-    fp8: Literal["online", "block"] | None = None
-    grouped: Mapping[str, Any] | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def config(self, layers: int) -> dict[str, Any]:
-        """Its config.json, with so many layers."""
-        queries, kv_heads, size = self.heads
-        said: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": queries,
-            "num_key_value_heads": kv_heads,
-            "head_dim": size,
-            "max_position_embeddings": 131072,
-            "torch_dtype": "bfloat16",
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        if self.window is not None:
-            kinds = ["sliding_attention", "full_attention"] * layers
-            said |= {"sliding_window": self.window, "layer_types": kinds[:layers]}
-        if self.experts is not None:
-            count, chosen = self.experts
-            said |= {"num_experts": count, "num_experts_per_tok": chosen}
-        return {**said, **self.fields}
-
-
-MODELS = {
-    "Llama-3.1-8B": Sizes(
-        hidden=4096,
-        width=14336,
-        heads=(32, 8, 128),
-        vocabulary=128256,
-        layers=32,
-        fp8="online",
-        grouped={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
-        fields={
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-        },
-    ),
-    "gemma-2-9b": Sizes(
-        hidden=3584,
-        width=14336,
-        heads=(16, 8, 256),
-        vocabulary=256000,
-        layers=42,
-        window=4096,
-        fields={
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "query_pre_attn_scalar": 256,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen3-30B-A3B": Sizes(
-        hidden=2048,
-        width=768,
-        heads=(32, 4, 128),
-        vocabulary=151936,
-        layers=48,
-        experts=(128, 8),
-        fp8="block",
-        fields={
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "rope_theta": 1000000.0,
-        },
-    ),
-    "gpt-oss-20b": Sizes(
-        hidden=2880,
-        width=2880,
-        heads=(64, 8, 64),
-        vocabulary=201088,
-        layers=24,
-        window=128,
-        experts=(32, 4),
-        fp8="online",
-        grouped={
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-                *("model.embed_tokens", "lm_head"),
-            ],
-        },
-        fields={
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "swiglu_limit": 7.0,
-            "rope_theta": 150000.0,
-        },
-    ),
-}
-
-
 @cache
-def every_launch() -> tuple[Launch, ...]:
+def every_launch(models: tuple[str, ...] = tuple(MODELS)) -> tuple[Launch, ...]:
     """Those of workers with these models, and of operations that only other models call."""
     with recording() as found:
         _call_others()
-    for sizes in MODELS.values():
-        ways: list[dict[str, Any]] = [{}, {"deterministic": True}]
-        if sizes.fp8 is not None:
-            quantization = _quantization(sizes.fp8)
-            ways.append({"cache_dtype": torch.float8_e4m3fn, "quantization": quantization})
-        if sizes.grouped is not None:
-            ways.append(in_groups(sizes.grouped))
-        for way in ways:
-            found.update(dict.fromkeys(worker_launches(sizes.config(2), **way)))
+    for sizes in map(MODELS.__getitem__, models):
+        for way in _ways(sizes):
+            found.update(dict.fromkeys(worker_launches(sizes.config(2), ranks=sizes.ranks, **way)))
     return tuple(found)
 
 
@@ -301,6 +169,19 @@ def request(length: int, sampled: Mapping[str, Any], new_tokens: int = 3) -> Req
     return state([0] * length, sampling=sampling)
 
 
+def _ways(sizes: Sizes) -> list[dict[str, Any]]:
+    """Parameters of `open_without_data`, for each way in which a model is recorded."""
+    ways: list[dict[str, Any]] = [{}]
+    if not sizes.latent:
+        ways.append({"deterministic": True})
+    if sizes.fp8 is not None:
+        cache_dtype = None if sizes.latent else torch.float8_e4m3fn
+        ways.append({"cache_dtype": cache_dtype, "quantization": _quantization(sizes.fp8)})
+    if sizes.grouped is not None:
+        ways.append(in_groups(sizes.grouped))
+    return ways
+
+
 def _quantization(kind: Literal["online", "block"]) -> QuantizationConfig:
     if kind == "online":
         return online_quantization(QuantizationMethod.FP8)
@@ -348,7 +229,7 @@ def _call_grouped(ops: Ops) -> None:
 
 
 def _call_latent(ops: Ops) -> None:
-    """DeepSeek-V3's attention over short and long rows that are decoded, and in a prefill."""
+    """DeepSeek-V3's attention with all heads, as attention groups have it."""
     shape, pages = KvShape(PAGE_TOKENS, 1, 128, 576, torch.bfloat16), empty(PAGES, 1, 64, 576)
     for tokens, keys in ((1, 300), (1, 4000), (1, 17000), (500, 2000)):
         table = np.zeros((1, -(-keys // PAGE_TOKENS)), np.int32)

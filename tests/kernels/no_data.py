@@ -58,16 +58,18 @@ def open_without_data(
     kept: LinearMethod = LinearMethod.FP8,
     deterministic: bool = False,
     device: torch.device = META,
+    ranks: int = 1,
 ) -> OpenModel:
     """The model of a config.json as a worker opens it on a GPU; `kept` are its quantized weights.
 
-    Tensors are made on a device on which none has data.
+    Tensors are made on a device on which none has data. Of several ranks it is the first one's.
 
     Raises:
         KernelUnavailable: It calls an operation that has no kernel there.
     """
     spec = _spec_of(config)
-    build: BuildContext = _CudaBuild(SingleRank(), dtype, device, cache_dtype=cache_dtype)
+    tp = SingleRank() if ranks == 1 else _FirstRank(ranks)
+    build: BuildContext = _CudaBuild(tp, dtype, device, cache_dtype=cache_dtype)
     if quantization is not None:
         build = replace(build, quantization=quantized_linears(quantization, spec, kept))
     decoder = Decoder(spec, build, LinearMethod.TILED if deterministic else LinearMethod.PLAIN)
@@ -106,6 +108,20 @@ class _CudaBuild(BuildContext):
     @property
     def device_kind(self) -> str:
         return "cuda"
+
+
+class _FirstRank(NamedTuple):
+    """The tensor-parallel group of one of several ranks, whose collectives launch no kernels."""
+
+    ranks: int
+    rank = 0
+    invariant = False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.ranks, dim=-1)
 
 
 class _NoDataStream:

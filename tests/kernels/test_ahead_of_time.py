@@ -3,21 +3,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import (
+    Row,
     Usage,
     by_kernel,
+    compiled,
     compiled_at_once,
     digest_of,
     every_launch,
     lacks,
+    missing,
     read_table,
 )
+from tests.kernels.published import MODELS
 from tests.kernels.sass import Code, code_of
 
 from antiphon.kernels.triton.backend import SMS
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from tests.kernels.dry_run import Launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +40,35 @@ def test_what_is_launched_is_what_was_compiled() -> None:
         key: (len(each), digest_of(each)) for key, each in launches.items()
     }
     assert all(row.usage.refusal(row.sm) is None for row in rows)
+
+
+def test_a_new_model_leaves_rows_of_the_others_as_they_are() -> None:
+    every, others = every_launch(), every_launch(tuple(MODELS)[:-1])
+    own = [launch for launch in every if launch not in others]
+    whole, added = by_kernel(every, SMS), by_kernel(own, SMS)
+    usage = Usage(registers=8, stack=0, local=0, shared=512)
+    table = [
+        Row(*key, len(launches), digest_of(launches), usage, "", 128)
+        for key, launches in by_kernel(others, SMS).items()
+    ]
+    kept, lacking = missing(table, others, every)
+    assert [*kept.values()] == table
+    assert lacking == added
+    stale = [row._replace(digest="") if row.kernel == "norm.rmsnorm" else row for row in table]
+    kept, lacking = missing(stale, others, every)
+    assert [*kept.values()] == [row for row in table if row.kernel != "norm.rmsnorm"]
+    assert lacking == added | {key: whole[key] for key in whole if key[0] == "norm.rmsnorm"}
+    assert not missing(read_table(), others, every)[1]
+
+
+def test_a_row_uses_what_one_of_its_launches_uses_at_most() -> None:
+    usage = Usage(registers=8, stack=0, local=0, shared=512)
+    one = Row("experts.down", 90, 2, "1f", usage, "HMMA", 128)
+    more = Row("experts.down", 90, 1, "2f", usage._replace(registers=4, shared=1024), "HGMMA", 64)
+    most = usage._replace(shared=1024)
+    assert one.joined(more) == Row("experts.down", 90, 3, "1f", most, "HGMMA/HMMA", 64)
+    plain = one._replace(matrix="")
+    assert plain.joined(plain).matrix == ""
 
 
 @pytest.mark.timeout(120)
@@ -86,6 +126,17 @@ def test_machine_code_is_read_in_the_loop_that_multiplies() -> None:
     assert code_of(unrolled) == Code("HMMA", 128, 128, asynchronous=True)
     without = LISTING.format(target="0x30").replace("HMMA", "FFMA")
     assert code_of(without) == Code("", 128, 128, asynchronous=True)
+
+
+def test_a_launch_that_spills_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spilling(launch: Launch, sm: int) -> NoReturn:
+        code_of(LISTING.replace("LDG.E.64", "STL.64"))
+        raise AssertionError(launch, sm)
+
+    monkeypatch.setattr(ahead_of_time, "compile_for", spilling)
+    launch = every_launch()[0]
+    with pytest.raises(RuntimeError, match="sm_120: registers are kept in memory: STL: Launch"):
+        compiled([launch], (120,))
 
 
 def test_what_machine_code_lacks_is_named() -> None:

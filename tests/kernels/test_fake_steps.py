@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.kernels.dry_run import MODELS, SAMPLED, loop_of, request
+from tests.kernels.dry_run import SAMPLED, loop_of, request
 from tests.kernels.edits import Edit
 from tests.kernels.fake_gpu import GPU, fake_gpu
 from tests.kernels.no_data import open_without_data
+from tests.kernels.published import MODELS
 
 from antiphon.model_worker.runner import context, decode_graphs, device_runner
 from antiphon.model_worker.runner.device_runner import DeviceRunner

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from tests.kernels.dry_run import (
     GRAPH_SIZES,
-    MODELS,
     PAGE_TOKENS,
     SAMPLED,
     Launch,
-    Sizes,
     every_launch,
     in_groups,
     loop_of,
@@ -22,6 +20,7 @@ from tests.kernels.dry_run import (
     request,
     worker_launches,
 )
+from tests.kernels.published import MODELS, Sizes
 
 from antiphon.config.load import load
 from antiphon.config.model import Dtype, LinearFormat, LoadFormat
@@ -78,7 +77,8 @@ def launched(name: str, seed: int = 0, requests: int = 24, **changes: int) -> se
     ways = random.integers(len(SAMPLED), size=requests).tolist()
     counts = random.integers(1, 9, requests).tolist()
     with recording() as found:
-        model = open_worker(MODELS[name].config(3), rows=48, **changes)
+        sizes = MODELS[name]
+        model = open_worker(sizes.config(3), rows=48, ranks=sizes.ranks, **changes)
         assert isinstance(model.runner, DeviceRunner)
         model.runner.capture((1, 3, 20))
         model.runner.capture_prefills((7, 64, 300))
@@ -95,8 +95,10 @@ def launched(name: str, seed: int = 0, requests: int = 24, **changes: int) -> se
 @pytest.mark.parametrize("name", MODELS)
 def test_a_worker_launches_what_was_compiled(name: str) -> None:
     found = launched(name)
+    attention = {"heads_kernel", "paged_attention_kernel"}
     assert {each.kernel for each in found} >= {
-        *("rmsnorm_kernel", "heads_kernel", "paged_attention_kernel", "merge_kernel"),
+        *({"latent_kernel"} if MODELS[name].latent else attention),
+        *("rmsnorm_kernel", "merge_kernel"),
         *("finite_kernel", "decode_rows_kernel", "resolve_kernel", "record_kernel"),
         *("argmax_kernel", "candidates_kernel", "penalize_kernel", "bias_kernel", "mask_kernel"),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from tests.gpu.costs import DECODE_AIMS, GPUS, GROUPED_BYTES, LAUNCHES, decode_cost, launches_of
 from tests.kernels.ahead_of_time import read_table
-from tests.kernels.dry_run import MODELS
+from tests.kernels.published import MODELS
 
 from antiphon.kernels.flashinfer import backend as flashinfer
 from antiphon.kernels.op import REGISTRY
@@ -74,12 +74,15 @@ the kernels, some of which only these checks find, must fail ([decision
 
 No GPU is needed to compile for one. A worker's own code serves requests with two layers of each of
 {", ".join(MODELS)}, on tensors that have shapes
-and no data: with pages of 64 tokens and graphs of up to 256 rows, in bfloat16, in deterministic
-mode, with fp8 weights and a KV cache of float8_e4m3fn, which need 8.9, and with weights in AWQ and
-MXFP4. Each launch is recorded and compiled for each of these compute capabilities (`python -m
-tests.kernels.ahead_of_time`). Other requests of any length launch nothing else, as a test shows. Of
-latents and recurrent layers, the kernels are compiled for some shapes, and the rest of what such
-models launch is not. None keeps registers in memory, and each fits in the shared memory of a block
+and no data: on one rank, or on the first of 8 of DeepSeek-V3, with pages of 64 tokens and graphs of
+up to 256 rows, in bfloat16, in deterministic mode, with fp8 weights and a KV cache of
+float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. Latents are cached in bfloat16,
+beside fp8 weights, too, and not in deterministic mode. Each launch is recorded and compiled for
+each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
+length launch nothing else, as a test shows. Other numbers of ranks have shares of other widths,
+which are not compiled. Of recurrent layers, the kernels are compiled for some shapes, and the rest
+of what such models launch is not. None keeps registers in memory, and each fits in the shared
+memory of a block
 there. In the loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread
 at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows are multiplied by
 the matrix

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from tests.gpu import bench, checks
-from tests.kernels.dry_run import MODELS, worker_launches
+from tests.kernels.dry_run import worker_launches
 from tests.kernels.interpreted.checks import RAGGED, a_shape, check_attention, check_heads
 from tests.kernels.on_device import OnDevice
+from tests.kernels.published import MODELS
 from tests.models.tiny import VOCABULARY, write_llama
 
 from antiphon.kernels.triton import attention, heads
