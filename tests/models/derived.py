@@ -16,9 +16,11 @@ import msgspec
 
 from antiphon.kernels.rotary import LongScaling, RotarySpec
 from antiphon.kernels.routing import RoutingSpec
+from antiphon.layers.alternating_updates import AlternatingUpdatesSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
 from antiphon.layers.cross_attention import CrossAttentionSpec
+from antiphon.layers.laurel import LaurelSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec
@@ -311,6 +313,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "pooling": _pooling,
         "head": _nothing,
         "context_tokens": _context,
+        "streams": _off("streams", "alternating updates", None),
     },
     EmbeddingSpec: {
         "scale": _off("scale", "scaled embedding", 1.0),
@@ -342,6 +345,11 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "multiplier": _off("multiplier", "residual multiplier", 1.0),
         "per_layer_input": _off("per_layer_input", "per-layer embeddings", None),
         "scalar": _off("scalar", "scaled layers", None),
+        "laurel": _off("laurel", "learned residuals", None),
+        "updates": _off("updates", "alternating updates", None),
+    },
+    AlternatingUpdatesSpec: {
+        "active": _off("active", "another active stream", 0),
     },
     NormSpec: {"kind": _kind},
     AttentionSpec: {
@@ -383,6 +391,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "activation": _activation,
         "scale_gate": _off("scale_gate", "scaled feed-forward", 1.0),
         "scale_out": _off("scale_out", "scaled feed-forward", 1.0),
+        "sparsity": _off("sparsity", "sparse gates", 0.0),
         **_biases("bias"),
     },
     PlainMlpSpec: {"activation": _activation, **_biases("bias")},
@@ -443,6 +452,8 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
         PerLayerInputSpec: "size gate projection norm_name",
+        LaurelSpec: "rank left right norm_name",
+        AlternatingUpdatesSpec: "streams scale router norm_name prediction correction",
         MoeSpec: "router router_factor experts_norm_name",
         RoutingSpec: "top_k",
         ExpertsSpec: "count width names",

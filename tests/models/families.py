@@ -136,6 +136,19 @@ GEMMA4 = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+STREAMS_LIMIT = 1e-4
+"""Neither are these scores scaled; transformers' float32 is 2e-5 from its float64."""
+GEMMA3N = {
+    "head_dim": 16,
+    "vocab_size_per_layer_input": VOCABULARY - 8,
+    "hidden_size_per_layer_input": 8,
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "intermediate_size": [96, 96, 64, 64, 96, 64],
+    "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.0, 0.5, 0.0],
+}
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 
 STATE_LIMIT = 5e-5
@@ -293,6 +306,33 @@ ROWS = (
         },
         sizes=FOUR_LAYERS,
         limit=UNSCALED_LIMIT,
+    ),
+    Row(
+        "gemma3n",
+        transformers.Gemma3nForCausalLM,
+        {
+            **GEMMA3N,
+            "num_kv_shared_layers": 2,
+            "attention_bias": True,
+            "final_logit_softcapping": 5.0,
+        },
+        sizes={**SIZES, "num_hidden_layers": 6},
+        limit=STREAMS_LIMIT,
+    ),
+    Row(
+        "gemma3n with two streams of which the second is active",
+        transformers.Gemma3nForCausalLM,
+        {
+            **GEMMA3N,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 2,
+            "altup_active_idx": 1,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": [0.0, 0.5, 0.0, 0.95],
+        },
+        sizes=FOUR_LAYERS,
+        limit=STREAMS_LIMIT,
     ),
     Row("phi", transformers.PhiForCausalLM, {"qk_layernorm": True}),
     Row("phi3", transformers.Phi3ForCausalLM, {**long_rope(trained=8), "sliding_window": 20}),

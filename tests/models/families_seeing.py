@@ -9,6 +9,8 @@ import transformers
 from tests.models.families import ROWS as TEXT
 from tests.models.families import Row, long_rope
 from tests.models.families_moe import ROWS as TEXT_MOE
+from tests.support.gemma3n import Gemma3nForConditionalGeneration
+from tests.support.gemma3n import write_published as write_gemma3n
 from tests.support.kimi_k25 import write_published
 
 if TYPE_CHECKING:
@@ -183,6 +185,15 @@ ROWS = (
         transformers.Phi4MultimodalForCausalLM,
         {**long_rope(trained=8), "vision_config": {**VISION}, "audio_config": {**HEARING}},
         again=True,
+    ),
+    replace(
+        BY_NAME["gemma3n"],
+        name="gemma3n as published",
+        architecture=Gemma3nForConditionalGeneration,
+        again=True,
+        sizes={},
+        fields={"text_config": {**BY_NAME["gemma3n"].sizes, **BY_NAME["gemma3n"].fields}},
+        write=write_gemma3n,
     ),
     with_audio("qwen2", transformers.Qwen2AudioForConditionalGeneration),
     with_axes(

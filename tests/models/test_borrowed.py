@@ -181,6 +181,7 @@ def test_cache_is_planned_as_transformers_modules_fill_it(
     [
         "llama",
         "gemma2",
+        "gemma3n",
         "gemma4",
         "gpt neox",
         "gpt2",
@@ -205,12 +206,24 @@ def test_a_line_in_the_log_names_the_backend_of_the_layers(
     assert line.__dict__["reason"] == "no family of ours"
 
 
-def test_a_variant_that_a_family_lacks_is_run_by_transformers(tmp_path: Path) -> None:
-    gpt2 = OURS["gpt2"]
-    row = replace(gpt2, fields={**gpt2.fields, "scale_attn_by_inverse_layer_idx": True})
+@pytest.mark.parametrize(
+    ("name", "fields", "complaint"),
+    [
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "other attention scales of GPT-2 are not supported",
+        ),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale = false is not supported"),
+    ],
+)
+def test_a_variant_that_a_family_lacks_is_run_by_transformers(
+    tmp_path: Path, name: str, fields: dict[str, object], complaint: str
+) -> None:
+    row = replace(OURS[name], fields={**OURS[name].fields, **fields})
     saved = save(row, tmp_path)
     assert error(logits_of(opened(saved), texts()[-1], chunk=23), saved.of_prompt) < row.limit
-    with pytest.raises(ModelLoadError, match="other attention scales of GPT-2 are not supported"):
+    with pytest.raises(ModelLoadError, match=complaint):
         load(tmp_path, implementation="antiphon")
 
 

@@ -239,7 +239,7 @@ OTHER_FAMILIES = [
     *("mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3"),
     *("gemma", "gemma2", "gemma3", "granite", "phi", "glm4", "olmo2", "smollm3"),
     *("gpt2", "gpt neox", "falcon-h1", "qwen3-next", "qwen3-next with experts"),
-    pytest.param("gemma4", marks=pytest.mark.long),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3n", "gemma4")),
 ]
 
 

@@ -12,6 +12,8 @@ import torch
 from tests.kernels.rows import ISAS
 from tests.models.eagle3 import DRAFTED, TextbookHead, write_head, write_stubborn_head
 from tests.models.model_loop import LINEAR
+from tests.models.parity import save
+from tests.models.specs import BY_NAME
 from tests.models.test_grammars import SETTINGS, Worker
 from tests.models.test_speculation import EVERY, MODES, Bench, guided_states
 from tests.models.test_standalone import OFTEN_FIRST, check
@@ -219,6 +221,12 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     head = write_head(tmp_path, token_ids=torch.arange(DRAFTED) + VOCABULARY - DRAFTED + 1)
     with pytest.raises(ModelLoadError, match="d2t names tokens beyond the vocabulary of 301"):
         load(head, dtype="float32")
+
+
+def test_a_model_with_several_streams_gives_none_to_a_head(tmp_path: Path) -> None:
+    model = load(save(BY_NAME["gemma3n"], tmp_path / "served").folder, dtype="float32")
+    with pytest.raises(ModelLoadError, match="several residual streams"):
+        DraftHeadModel(load(write_head(tmp_path), dtype="float32"), model, page_tokens=4, pages=64)
 
 
 def test_a_model_of_transformers_gives_no_hidden_states_to_a_head(

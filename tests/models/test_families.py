@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.models.families import Row
 
 
-DIFFERENT = ("llama", "gpt2", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
+DIFFERENT = ("llama", "gpt2", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1", "gemma3n")
 """Rows whose layers differ in kind: their tensors are left out in every run, all in a long one."""
 PARAMS = [pytest.param(row, marks=[pytest.mark.long] if row.again else []) for row in ROWS]
 
@@ -168,6 +168,11 @@ def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: s
             {"per_layer_config": {"1": {"intermediate_size": 9}}},
             "per_layer_config: 1: intermediate_size: not supported",
         ),
+        ("llama", {"intermediate_size": [96] * 3}, "intermediate_size: one number is supported"),
+        ("gemma3n", {"intermediate_size": [96] * 5}, "intermediate_size names 5 of 6 layers"),
+        ("gemma3n", {"altup_active_idx": 3}, "= 3: must be below altup_num_inputs = 3"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "has 1 values for 6 layers"),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 6}, "activation_sparsity_pattern"),
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("BertModel", {"is_decoder": True}, "is_decoder"),
         (

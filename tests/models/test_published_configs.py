@@ -18,11 +18,13 @@ from tests.support.models import change_config, change_tensors, load, open_model
 from torch import Tensor
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model import Dtype, ModelConfig
+from antiphon.config.model import Dtype, LoadFormat, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.encoder.grid_configs import read_grid_spec
 from antiphon.kernels.rotary import LinearScaling, ProportionalScaling, RotarySpec
+from antiphon.layers.alternating_updates import StreamsSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.model_card.files import ModelFiles, find_files
@@ -47,7 +49,7 @@ LITE = "deepseek-v2 without groups and bottleneck"
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma", "gemma4", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE]
+    "name", ["gemma", "gemma3n", "gemma4", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE]
 )
 def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, name: str) -> None:
     save(BY_NAME[name], tmp_path)
@@ -136,6 +138,86 @@ def test_what_gemma4_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> N
     assert (card.per_layer_width, card.tied) == (12 * 256, True)
 
 
+def published_gemma3n(layers: int, width: int, shared: int) -> dict[str, object]:
+    """The config of google/gemma-3n-E2B-it or E4B-it, without what only transformers reads."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    text = {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * (layers - 10),
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_lr_multiplier": 1.0,
+        "altup_num_inputs": 4,
+        "attention_bias": False,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2048,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": [width] * layers,
+        "laurel_rank": 64,
+        "layer_types": kinds * (layers // 5),
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3n_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": shared,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262400,
+        "vocab_size_per_layer_input": 262144,
+    }
+    return {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 1536, "vocab_size": 128},
+        "audio_soft_tokens_per_image": 188,
+        "audio_token_id": 262273,
+        "eos_token_id": [1, 106],
+        "image_token_id": 262145,
+        "model_type": "gemma3n",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"architecture": "mobilenetv5_300m_enc", "model_type": "gemma3n_vision"},
+        "vision_soft_tokens_per_image": 256,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "shared", "billions"), [(30, 8192, 10, 4.43), (35, 16384, 15, 6.83)]
+)
+def test_gemma3n_is_read_as_it_was_published(
+    tmp_path: Path, layers: int, width: int, shared: int, billions: float
+) -> None:
+    """E2B and E4B: so many parameters are read, without keys and values that nothing reads."""
+    (tmp_path / "config.json").write_text(json.dumps(published_gemma3n(layers, width, shared)))
+    read, card = read_config(tmp_path), read_card(find_files(tmp_path, LoadFormat.DUMMY))
+    spec = read_spec(find_family(read.architectures), read)
+    mixers = [attention_of(layer) for layer in spec.layers]
+    local, full, own = mixers[0], mixers[4], layers - shared
+    assert (local.query_heads, local.kv_heads, local.head_size) == (8, 2, 256)
+    assert (local.window, full.window, local.scale) == (512, None, 1.0)
+    assert (local.rotary, full.rotary) == (RotarySpec(256, 1e4), RotarySpec(256, 1e6))
+    sharing = [own - 1 if layer % 5 == 4 else own - 2 for layer in range(own, layers)]
+    assert [mixer.kv_layer for mixer in mixers] == [None] * own + sharing
+    blocks = [layer.feed_forward for layer in spec.layers]
+    assert all(isinstance(block, GatedMlpSpec) and block.width == width for block in blocks)
+    assert [getattr(block, "sparsity", None) for block in blocks] == [0.95] * 10 + [0.0] * (
+        layers - 10
+    )
+    assert spec.streams == StreamsSpec(count=4)
+    assert (spec.vocabulary, spec.context_tokens, spec.tied) == (262400, 32768, True)
+    assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
+    assert card.kv_bytes(Dtype.BFLOAT16) == 2 * own * 2 * 2 * 256
+    assert (card.per_layer_width, card.per_layer_vocabulary) == (layers * 256, 262144)
+    assert round(card.weights.count / 1e9, 2) == billions
+
+
 def test_a_model_whose_positions_have_axes_is_read_as_it_was_published(tmp_path: Path) -> None:
     """The config of Qwen2.5-VL 7B, whose text model has no config of its own."""
     config = {
@@ -193,9 +275,9 @@ def test_a_model_whose_positions_have_axes_is_read_as_it_was_published(tmp_path:
 
 
 def test_another_model_that_sees_is_refused_by_its_name(tmp_path: Path) -> None:
-    config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {}}
+    config = {"architectures": ["FuyuForConditionalGeneration"], "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused = r"Gemma3nForConditionalGeneration is not supported.*Gemma3ForConditionalGeneration"
+    refused = r"FuyuForConditionalGeneration is not supported.*Gemma3ForConditionalGeneration"
     with pytest.raises(ConfigError, match=refused):
         read_card(tmp_path)
     with pytest.raises(ModelLoadError, match=refused):

@@ -78,6 +78,9 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
 
 
 APART = {
+    "gemma3n": "the fused decoder has one residual stream",
+    "gemma3n as published": "the fused decoder has one residual stream",
+    "gemma3n with two streams of which the second is active": "the fused decoder has one residual",
     "gemma4": "the fused decoder has no per-layer inputs",
     "gemma4 with experts and values that are keys": "the fused decoder has no second feed-forward",
 }

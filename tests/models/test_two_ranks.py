@@ -56,6 +56,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": {},
     "qwen3-next": {},
     "qwen3.5": {},
+    "gemma3n": {},
     "gemma4": {},
     "falcon-h1": {},
     # B and C of the one group are on both ranks; its norm could not be.
@@ -64,7 +65,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 STAGED = ("llama", "llama with one kv head", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
 OFTEN: Mapping[str, tuple[str, ...]] = {
     "in turn": ("llama", "deepseek-v3"),
-    "overlap": tuple(name for name in FAMILIES if name not in ("qwen3.5", "gemma4")),
+    "overlap": tuple(name for name in FAMILIES if name not in ("qwen3.5", "gemma3n", "gemma4")),
     "n-grams": ("qwen2-moe", "falcon-h1"),
     "retraction": ("qwen2-moe", "falcon-h1"),
 }

@@ -78,14 +78,14 @@ In every family:
 
 _SIZES = {
     1: "n_shared_experts first_k_dense_replace",
-    2: "num_experts_per_tok",
+    2: "num_experts_per_tok altup_num_inputs",
     4: "num_experts num_hidden_layers num_attention_heads num_key_value_heads linear_num_key_heads"
     " decoder_layers decoder_attention_heads linear_conv_kernel_dim",
     8: "mamba_n_heads linear_num_value_heads",
     32: "vocab_size vocab_size_per_layer_input qk_nope_head_dim qk_rope_head_dim v_head_dim"
     " mamba_d_head",
     64: "head_dim sliding_window mamba_d_state linear_key_head_dim linear_value_head_dim"
-    " query_pre_attn_scalar",
+    " query_pre_attn_scalar laurel_rank",
     128: "kv_lora_rank q_lora_rank",
     256: "max_position_embeddings hidden_size intermediate_size intermediate_size_mlp"
     " moe_intermediate_size shared_expert_intermediate_size hidden_size_per_layer_input",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.layers.gate_cutoff import GateCutoff
 from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 
@@ -31,6 +32,8 @@ class GatedMlpSpec:
     down: str = "mlp.down_proj"
     scale_gate: float = 1.0  # multiplier of the gate before its activation
     scale_out: float = 1.0  # multiplier of the result
+    # Part of the gate's outputs that become zero before its activation, see `layers.gate_cutoff`.
+    sparsity: float = 0.0
 
 
 class GatedMlp(Sublayer):
@@ -46,6 +49,7 @@ class GatedMlp(Sublayer):
         )
         self.activation: ActivationKind = spec.activation
         self.scales = spec.scale_gate, spec.scale_out
+        self._cutoff = GateCutoff(spec.sparsity, spec.width) if spec.sparsity > 0 else None
         self._gate_up = site.column("mlp.gate_up", parts, bias=spec.bias, halves=True)
         self._down = site.row(spec.down, spec.width, bias=spec.bias)
         self.children = (self._gate_up, self._down)
@@ -56,11 +60,18 @@ class GatedMlp(Sublayer):
     def unscaled(self) -> bool:
         return self.scales == (1.0, 1.0)
 
+    @property
+    def sparse(self) -> bool:
+        return self._cutoff is not None
+
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         both = self._gate_up(ctx, x)
         scale_gate, scale_out = self.scales
         if scale_gate != 1.0:
             both[:, : both.shape[1] // 2] *= scale_gate
+        if self._cutoff is not None:
+            gate = both[:, : both.shape[1] // 2]
+            gate.copy_(self._cutoff(ctx, gate))
         if self.activation == "silu":
             y = self._down(ctx, ctx.ops.silu_mul(both))
         else:

@@ -39,7 +39,9 @@ class PerLayerEmbeddingSpec:
 
     size: int  # of the input of a layer
     vocabulary: int  # rows of the table
-    media_token: int  # whose rows stand for tokens that are replaced by embeddings of media
+    # Whose row stands for tokens that are replaced by embeddings of media, and for those beyond
+    # the table.
+    media_token: int
     norm: NormSpec  # of each projection
     table: str = "model.embed_tokens_per_layer"
     projection: str = "model.per_layer_model_projection"
@@ -58,6 +60,7 @@ class PerLayerEmbedding(Module):
         method: LinearMethod,
     ) -> None:
         self._size, self._media_token = spec.size, spec.media_token
+        self._rows = spec.vocabulary
         # Rounded to the dtype of the embeddings, as in transformers.
         self._scale = float(torch.tensor(spec.size**0.5, dtype=build.dtype))
         self._projection_scale = hidden**-0.5
@@ -81,6 +84,7 @@ class PerLayerEmbedding(Module):
         """
         if media is not None:
             tokens = tokens.index_fill(0, media, self._media_token)
+        tokens = tokens.masked_fill(tokens >= self._rows, self._media_token)
         said = self._table.embed(ctx, tokens) * self._scale
         projected = self._projection(ctx, entering) * self._projection_scale
         projected = self._norm(ctx, projected.view(-1, self._size))

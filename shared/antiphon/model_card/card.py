@@ -26,7 +26,7 @@ from antiphon.model_card.config_json import (
     unused_prefixes,
 )
 from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
-from antiphon.model_card.layer_heads import HeadFields, LayerHeads
+from antiphon.model_card.layer_heads import HeadFields, LayerHeads, unread_keys
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.weight_headers import Weights, read_weights
 from antiphon.wire.sampling import SamplingDefaults
@@ -152,6 +152,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Elements of the inputs that layers have of a token beside the stream, of all together."""
     per_layer_vocabulary: int = 0
     """Rows of the table of these."""
+    streams: int = 0
+    """Residual streams of a token, in models in which it has several."""
     rope_factors: Factors | None = None
     """The list of factors that a longrope model uses for the served context."""
     model_type: str = ""
@@ -271,6 +273,7 @@ def read_card(location: ModelLocation) -> ModelCard:
         layer_heads=config.layers() if config.differs else (),
         per_layer_width=config.per_layer_width,
         per_layer_vocabulary=config.vocab_size_per_layer_input if config.per_layer_width else 0,
+        streams=config.altup_num_inputs,
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
         causal=not (is_bidirectional(architecture) or config.bidirectional),
@@ -303,11 +306,10 @@ class _RopeFields(msgspec.Struct):
 class _CardFields(HeadFields, kw_only=True):
     vocab_size: int
     max_position_embeddings: int
-    intermediate_size: int | None = None
+    intermediate_size: int | tuple[int, ...] | None = None
     intermediate_size_mlp: int | None = None
     """Width of dense blocks, in models whose `intermediate_size` is that of their experts."""
     architectures: tuple[str, ...] = ("",)
-    model_type: str = ""
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -321,6 +323,8 @@ class _CardFields(HeadFields, kw_only=True):
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
     use_double_wide_mlp: bool = False
+    altup_num_inputs: int = 0
+    laurel_rank: int = 0
     enable_moe_block: bool = True
     """Whether models of families with and without experts have some."""
     num_labels: int | None = None
@@ -360,6 +364,13 @@ class _CardFields(HeadFields, kw_only=True):
         return self.differs and self.use_double_wide_mlp and self.num_kv_shared_layers > 0
 
     @property
+    def updates(self) -> int:
+        """Parameters of alternating updates, and of learned residuals of low rank."""
+        streams, hidden = self.altup_num_inputs, self.hidden_size
+        layer = hidden * (streams + 2 * self.laurel_rank) + streams**3 + streams**2
+        return self.num_hidden_layers * layer + 2 * max(0, streams - 1) * hidden**2
+
+    @property
     def bidirectional(self) -> bool:
         """Whether text attention is bidirectional; Gemma 4's `vision` is about images only."""
         return self.use_bidirectional_attention in (True, "all")
@@ -387,7 +398,8 @@ def _weights(
     layers = config.num_hidden_layers
     further = range(layers, layers + config.num_nextn_predict_layers)
     names = [f"{name}.{layer}." for layer in further for name in ("model.layers", "blk")]
-    passed_over = (*names, *unused_prefixes(config.architectures[0]))
+    unread = unread_keys(config.layers()) if config.differs else ()
+    passed_over = (*names, *unread, *unused_prefixes(config.architectures[0]))
     return read_weights(files, of_number, quantization, passed_over)
 
 
@@ -408,6 +420,8 @@ def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
     linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
     blocks = layers * dense
+    if isinstance(config.intermediate_size, tuple):
+        blocks = linears * hidden * sum(config.intermediate_size)
     if config.widens:
         blocks += config.num_kv_shared_layers * dense
     if (experts := _experts(config)) is not None:
@@ -416,7 +430,7 @@ def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
         heads = config.num_attention_heads
         numbers = sum((2 * heads + h.projected) * h.head_size for h in config.layers())
         # The projection of all inputs, and in each layer a gate and a way back.
-        return hidden * (numbers + 3 * config.per_layer_width) + blocks
+        return hidden * (numbers + 3 * config.per_layer_width) + blocks + config.updates
     attending, recurrent, attention = layers, 0, _attention_parameters(config)
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
@@ -486,7 +500,11 @@ def _labels(config: _CardFields) -> tuple[str, ...]:
 
 
 def _width(config: _CardFields) -> int:
-    return config.intermediate_size or 4 * config.hidden_size
+    """Width of the feed-forward block; where layers differ in it, that of the widest."""
+    width = config.intermediate_size
+    if isinstance(width, tuple):
+        width = max(width, default=None)
+    return width or 4 * config.hidden_size
 
 
 def _head_size(config: _CardFields) -> int:

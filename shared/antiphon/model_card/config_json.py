@@ -42,6 +42,7 @@ Factors = Literal["short", "long"]
 
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
@@ -144,6 +145,24 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
+    },
+    "gemma3n_text": {
+        **_GEMMA,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "vocab_size": 262400,
+        "sliding_window": 512,
+        "rope_theta": 1e6,
+        "num_kv_shared_layers": 15,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "altup_num_inputs": 4,
+        "laurel_rank": 64,
+        "final_logit_softcapping": 30.0,
     },
     "gemma4_text": {
         **_GEMMA,

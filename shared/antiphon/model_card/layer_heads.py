@@ -16,6 +16,8 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 SLIDING, FULL = "sliding_attention", "full_attention"
 SLIDING_RUN = 6
 """Of so many layers the last one has full attention, if a config does not say which ones do."""
+GEMMA3N, GEMMA3N_RUN = "gemma3n_text", 5
+"""The `model_type` of Gemma 3n, and the same of its layers."""
 
 
 class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,25 +62,28 @@ class HeadFields(msgspec.Struct):
     num_global_key_value_heads: Size | None = None
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
+    model_type: str = ""
 
     @property
     def differs(self) -> bool:
-        """Whether layers may differ in their heads: what else is here is of such models alone."""
-        return self.per_layer_config is not None or self.global_head_dim is not None
+        """Whether layers may differ in their heads, or share them: all here is of such models."""
+        own = self.per_layer_config is not None or self.global_head_dim is not None
+        return own or self.model_type == GEMMA3N
 
     def types(self) -> tuple[str, ...]:
-        """The type of each layer; the last one has full attention, whatever the config says.
+        """The type of each layer; but for Gemma 3n, the last one always has full attention.
 
         Raises:
             ConfigError: `layer_types` names another number of them.
         """
-        count = self.num_hidden_layers
+        count, as_said = self.num_hidden_layers, self.model_type == GEMMA3N
+        run = GEMMA3N_RUN if as_said else SLIDING_RUN
         types = self.layer_types or tuple(
-            FULL if (layer + 1) % SLIDING_RUN == 0 else SLIDING for layer in range(count)
+            FULL if (layer + 1) % run == 0 else SLIDING for layer in range(count)
         )
         if len(types) != count:
             raise ConfigError(f"config.json: layer_types names {len(types)} of {count} layers")
-        return (*types[:-1], FULL)
+        return types if as_said else (*types[:-1], FULL)
 
     def layers(self) -> tuple[LayerHeads, ...]:
         """The heads of each layer.
@@ -120,3 +125,10 @@ class HeadFields(msgspec.Struct):
             return OwnHeads()
         heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
         return OwnHeads(head_dim=self.global_head_dim, num_key_value_heads=heads)
+
+
+def unread_keys(heads: tuple[LayerHeads, ...]) -> tuple[str, ...]:
+    """Prefixes of tensors of keys and values that files have of layers that use those of others."""
+    sharing = [layer for layer, each in enumerate(heads) if each.kv_layer is not None]
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"model.layers.{layer}.self_attn.{name}." for name in names for layer in sharing)

@@ -138,10 +138,10 @@ def _divides_groups(quantization: QuantizationConfig, inputs: int, ranks: int) -
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
     """Bytes beyond the dtype's: wider routers, and the second copy of MLA up-projections."""
-    beside = 0
+    routers = card.layers * card.streams * card.hidden_size
     if card.experts is not None:
-        routers = card.experts.layers * card.experts.count * card.hidden_size
-        beside += routers * (item_bytes(Dtype.FLOAT32) - item_bytes(dtype))
+        routers += card.experts.layers * card.experts.count * card.hidden_size
+    beside = routers * (item_bytes(Dtype.FLOAT32) - item_bytes(dtype))
     if card.latent is not None:
         beside += card.layers * card.latent.up_parameters(card.heads) * item_bytes(dtype)
     return beside
@@ -164,6 +164,7 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
         attention, expanded = card.latent.token_numbers(card.heads), EXPANDED_BYTES_MAX
     width = 3 * card.hidden_size + attention + _feed_forward_numbers(card)
     width += 4 * card.per_layer_width  # rows of the table, projections, their norms and sums
+    width += 8 * card.streams * card.hidden_size  # before and behind a layer, and in float32
     if card.target_hidden_size is not None:
         # What a draft head reads of the served model, which keeps it; and twice the stream.
         width += 2 * AUX_LAYERS * card.target_hidden_size + 2 * card.hidden_size

@@ -201,7 +201,7 @@ def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
     "family",
     [
         *("qwen3", "mixtral", "gemma2", "gpt-oss", "deepseek-v3"),
-        pytest.param("gemma4", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3n", "gemma4")),
     ],
 )
 def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:

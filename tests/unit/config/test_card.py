@@ -208,6 +208,24 @@ def test_layers_that_share_keys_and_values_are_counted_once(tmp_path: Path) -> N
     assert card.per_layer_width == 4 * 256
 
 
+def test_keys_and_values_that_no_layer_reads_are_not_counted(tmp_path: Path) -> None:
+    config = CONFIG | {"model_type": "gemma3n_text", "num_hidden_layers": 7, "head_dim": 16}
+    write_model(tmp_path, config | {"num_kv_shared_layers": 2})
+    own, shared = (f"model.language_model.layers.{n}.self_attn.k_proj.weight" for n in (4, 5))
+    write_weights(tmp_path / "a.safetensors", **{own: ("F16", [8], 16), shared: ("F16", [9], 18)})
+    assert read_card(tmp_path).weights.count == 8
+
+
+def test_gemma3n_ends_in_a_layer_of_any_type(tmp_path: Path) -> None:
+    config = CONFIG | {"model_type": "gemma3n_text", "num_hidden_layers": 7, "head_dim": 16}
+    write_model(tmp_path, config | {"num_kv_shared_layers": 2})
+    card = read_card(tmp_path)
+    assert [each.kv_layer for each in card.layer_heads] == [None] * 5 + [3, 3]
+    write_model(tmp_path, config | {"num_kv_shared_layers": 3})
+    with pytest.raises(ConfigError, match="num_kv_shared_layers = 3: no layer before them"):
+        read_card(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("architecture", "task"),
     [

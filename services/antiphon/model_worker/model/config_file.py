@@ -146,7 +146,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: Size
     hidden_size: Size
-    intermediate_size: Size | None = None
+    intermediate_size: Size | tuple[Size, ...] | None = None
     num_hidden_layers: Size
     num_attention_heads: Size
     max_position_embeddings: Size
@@ -188,8 +188,24 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Width of the feed-forward block; defaults to four times the hidden size."""
+        """Width of the feed-forward block; defaults to four times the hidden size.
+
+        Raises:
+            ModelLoadError: Layers have widths of their own; the families that take them read
+                `widths`.
+        """
+        if isinstance(self.intermediate_size, tuple):
+            raise ModelLoadError(
+                "config.json: intermediate_size: one number is supported here, not one a layer"
+            )
         return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of the feed-forward block of each layer."""
+        if isinstance(self.intermediate_size, tuple):
+            return self.intermediate_size
+        return (self.width,) * self.num_hidden_layers
 
     @property
     def labels(self) -> int:
@@ -222,6 +238,11 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ModelLoadError(
                 f"config.json: layer_types names {len(self.layer_types)} of"
+                f" {self.num_hidden_layers} layers"
+            )
+        if len(self.widths) != self.num_hidden_layers:
+            raise ModelLoadError(
+                f"config.json: intermediate_size names {len(self.widths)} of"
                 f" {self.num_hidden_layers} layers"
             )
         if self.sliding_window == 0:

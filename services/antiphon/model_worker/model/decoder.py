@@ -6,6 +6,7 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -21,11 +22,13 @@ from antiphon.kernels.cpu.fused_decoder import (
     MixerScales,
     UncachedHeads,
 )
+from antiphon.layers.alternating_updates import AlternatingUpdates, Streams
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.layers.context import HiddenStates
 from antiphon.layers.cross_attention import CrossAttention
 from antiphon.layers.embedding import AddedEmbedding, VocabParallelEmbedding
+from antiphon.layers.laurel import Laurel
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentAttention, LatentSpec
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
@@ -110,7 +113,7 @@ class Decoder(Module):
         specs = spec.layers[self._numbers.start : self._numbers.stop]
         self.layers = [DecoderLayer(*each) for each in zip(sites, specs, strict=True)]
         self.embedding = self._entry = self._norm = self._head = self._score = None
-        self._by_layer = None
+        self._by_layer = self._streams = None
         # Fused layers end in a norm; what it makes in a stage before the last one, nothing reads.
         self._unread = None if self._next is None else build_norm(spec.norm, "", spec.hidden, build)
         first, last = build.is_first_stage, build.is_last_stage
@@ -124,11 +127,14 @@ class Decoder(Module):
             self._by_layer = PerLayerEmbedding(
                 spec.per_layer_embedding, spec.hidden, len(spec.layers), build, method
             )
+        if spec.streams is not None:
+            assert build.pp is None, "such a model has one stage"
+            self._streams = Streams(spec.streams, spec.hidden, build, method)
         if last:
             self._build_head(build, method)
         head = None if self._head is self.embedding else self._head
-        ends = (self._norm, head, self._score)
-        self.children = (self.embedding, self._entry, self._by_layer, *self.layers, *ends)
+        begin = (self.embedding, self._entry, self._by_layer, self._streams)
+        self.children = (*begin, *self.layers, self._norm, head, self._score)
 
     def _build_head(self, build: BuildContext, method: LinearMethod) -> None:
         spec = self._spec
@@ -205,6 +211,8 @@ class Decoder(Module):
             hidden, aux = residual, None  # the sum behind the last layer
         else:
             pending, entering = None, list["Tensor"]()
+            if self._streams is not None:
+                residual = self._streams.split(ctx, residual)
             for index, layer in zip(self._numbers, self.layers, strict=True):
                 if index in ctx.aux_layers:
                     entering.append(residual.clone() if pending is None else residual + pending)
@@ -212,6 +220,8 @@ class Decoder(Module):
                 pending, residual = layer(ctx, pending, residual, own)
                 if index < len(added):
                     residual = residual.index_add(0, *added[index])
+            if self._streams is not None:
+                residual = self._streams.merge(ctx, residual)
             hidden, _ = _enter(ctx, self._norm, pending, residual)
             aux = torch.cat(entering, dim=-1) if entering else None
         if self._next is not None:
@@ -332,8 +342,11 @@ class DecoderLayer(Module):
         self._input = None
         if spec.per_layer_input is not None:
             self._input = PerLayerInput(site, spec.per_layer_input)
-        blocks = (self._mixer, self._cross, self._feed_forward, self._second, self._input)
-        self.children = (*self._norms.values(), *blocks)
+        self._laurel = None if spec.laurel is None else Laurel(site, spec.laurel)
+        self._updates = None if spec.updates is None else AlternatingUpdates(site, spec.updates)
+        blocks = (self._mixer, self._cross, self._feed_forward, self._second)
+        beside = (self._input, self._laurel, self._updates)
+        self.children = (*self._norms.values(), *blocks, *beside)
         self._scalar, self._scalar_name = None, site.tensor_name(spec.scalar or "")
         if spec.scalar is not None:
             self._scalar = site.build.empty(1)
@@ -349,8 +362,13 @@ class DecoderLayer(Module):
 
         The norm that reads it adds it, which saves a pass over memory for each block. A layer with
         post-norms of the residual stream returns no pending output, nor does one that reads an
-        input of its `own`, (T, P), or multiplies the stream.
+        input of its `own`, (T, P), or multiplies the stream. With alternating updates, `residual`
+        is all streams (S, T, hidden).
         """
+        if self._updates is not None:
+            assert own is not None, "a layer with an input of its own"
+            assert pending is None, "streams are behind a layer as soon as it has run"
+            return None, self._updates(ctx, residual, own, partial(self._run_alone, ctx))
         pending, residual = self._run_blocks(ctx, pending, residual)
         if self._input is None and self._scalar is None:
             return pending, residual
@@ -366,6 +384,11 @@ class DecoderLayer(Module):
         if self._scalar is not None:
             yield from replicated_source(self._scalar_name, self._scalar)
 
+    def _run_alone(self, ctx: ForwardContext, residual: Tensor) -> Tensor:
+        """The stream behind the blocks, of the one before them, both (T, hidden)."""
+        pending, residual = self._run_blocks(ctx, None, residual)
+        return residual if pending is None else residual + pending
+
     def _run_blocks(
         self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
     ) -> tuple[Tensor | None, Tensor]:
@@ -373,6 +396,9 @@ class DecoderLayer(Module):
         entered, residual = _enter(ctx, norm("before_mixer"), pending, residual)
         mixed = self._leave(ctx, norm("after_mixer"), ctx.mix(self._mixer, entered))
         mixed, residual = _join(ctx, norm("with_mixer"), mixed, residual)
+        if self._laurel is not None:
+            assert mixed is not None, "what was mixed is added here"
+            mixed, residual = None, self._laurel(ctx, entered, residual + mixed)
         if self._cross is not None:
             entered, residual = _enter(ctx, norm("before_cross"), mixed, residual)
             mixed = ctx.mix(self._cross, entered)
@@ -396,12 +422,16 @@ class DecoderLayer(Module):
         self, rotaries: dict[PositionSpec, int], states: LayerStates | None
     ) -> FusedDecoderLayer:
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
+        if self._updates is not None:
+            raise NotStackable("the fused decoder has one residual stream")
         if self._cross is not None:
             raise NotStackable("the fused decoder has no cross attention")
         if self._second is not None:
             raise NotStackable("the fused decoder has no second feed-forward block")
         if self._input is not None or self._scalar is not None:
             raise NotStackable("the fused decoder has no per-layer inputs, and scales no stream")
+        if self._laurel is not None:
+            raise NotStackable("the fused decoder has no learned residual beside a mixer")
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
         scales = 1.0, 1.0
@@ -412,6 +442,8 @@ class DecoderLayer(Module):
                 gate_up, down = feed_forward.packed or (None, None)
                 activation = feed_forward.activation
                 if isinstance(feed_forward, GatedMlp):
+                    if feed_forward.sparse:
+                        raise NotStackable("the fused decoder has no sparse gates")
                     scales = feed_forward.scales
             case _:
                 raise NotStackable("the fused decoder has no such feed-forward block")

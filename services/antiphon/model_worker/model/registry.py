@@ -24,6 +24,7 @@ from antiphon.model_worker.model.families.deepseek import (
 from antiphon.model_worker.model.families.eagle3 import EAGLE3
 from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
 from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
+from antiphon.model_worker.model.families.gemma3n import GEMMA3N
 from antiphon.model_worker.model.families.gpt import (
     GPT2,
     GPT_NEOX,
@@ -87,6 +88,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma3nForConditionalGeneration": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Idefics3ForConditionalGeneration": IDEFICS3,

@@ -30,9 +30,11 @@ from antiphon.kernels.attention import NoCache
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
+from antiphon.layers.alternating_updates import AlternatingUpdatesSpec, StreamsSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.layers.cross_attention import CrossAttentionSpec
+from antiphon.layers.laurel import LaurelSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
@@ -109,6 +111,10 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         per_layer_input: What it adds to the stream behind its blocks, of its own input.
         scalar: Name of a learned number by which the stream is multiplied behind all that; None:
             there is none.
+        laurel: A learned residual beside the mixer, joined with the stream before the feed-forward
+            block.
+        updates: It predicts and corrects several streams, of which all else here computes one;
+            None: there is one.
     """
 
     mixer: MixerSpec
@@ -121,6 +127,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     multiplier: float = 1.0
     per_layer_input: PerLayerInputSpec | None = None
     scalar: str | None = None
+    laurel: LaurelSpec | None = None
+    updates: AlternatingUpdatesSpec | None = None
 
     @property
     def mixers(self) -> tuple[BranchSpec | LatentSpec, ...]:
@@ -206,6 +214,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         draft_head: It is a draft head, whose only layer reads hidden states of another model.
         per_layer_embedding: Makes the input that each layer has beside the stream; None: they have
             none.
+        streams: The streams that layers with `updates` have, and how they begin and end; None:
+            there is one.
     """
 
     vocabulary: int
@@ -225,6 +235,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     further_layers: int = 0
     draft_head: DraftHeadSpec | None = None
     per_layer_embedding: PerLayerEmbeddingSpec | None = None
+    streams: StreamsSpec | None = None
 
     @property
     def causal(self) -> bool:

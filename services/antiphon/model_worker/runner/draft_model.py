@@ -218,6 +218,10 @@ class DraftHeadModel(DraftModel):
                 "the served model runs on transformers' modules, which give no hidden states of "
                 "single layers to a draft head"
             )
+        if served.spec.streams is not None:
+            raise ModelLoadError(
+                "the served model has several residual streams, and a draft head reads one"
+            )
         assert served.decoder.embedding is not None, "a served model of one stage"
         self._head = model.draft_head
         self._embedding = served.decoder.embedding

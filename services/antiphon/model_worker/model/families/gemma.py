@@ -14,7 +14,7 @@ from antiphon.layers.moe import MoeSpec, SeparateExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.per_layer_embedding import PerLayerEmbeddingSpec, PerLayerInputSpec
 from antiphon.model_card.config_json import Task, task_of, unused_prefixes
-from antiphon.model_card.layer_heads import HeadFields, LayerHeads
+from antiphon.model_card.layer_heads import HeadFields, LayerHeads, unread_keys
 from antiphon.model_worker.model.config_file import RopeField
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
@@ -49,7 +49,7 @@ def declare_gemma(config: ConfigFile) -> ModelSpec:
         feed_forward=_tanh_gated(config),
         norm=one_plus_norm(config),
     )
-    return model(config, layer, embedding=_scaled(config))
+    return model(config, layer, embedding=scaled_embedding(config))
 
 
 class _Gemma2Fields(msgspec.Struct, frozen=True):
@@ -166,16 +166,13 @@ def declare_gemma4(config: ConfigFile) -> ModelSpec:
             scalar="layer_scalar",
         )
 
-    shared = [index for index, each in enumerate(heads) if each.kv_layer is not None]
-    unread = (f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
-    unread = [f"model.layers.{index}.{name}" for name in unread for index in shared]
     cap = config.family_fields(_Gemma2Fields).final_logit_softcapping
     return model(
         config,
         layers(tuple(zip(windows, heads, strict=True)), layer),
-        embedding=_scaled(config),
+        embedding=scaled_embedding(config),
         head=HeadSpec(tied=config.tie_word_embeddings, softcap=cap),
-        passed_over=(*unused_prefixes(config.architectures[0]), *unread),
+        passed_over=(*unused_prefixes(config.architectures[0]), *unread_keys(heads)),
         per_layer_embedding=None if inputs is None else _per_layer_embedding(fields, norm),
     )
 
@@ -270,7 +267,7 @@ def _tanh_gated(config: ConfigFile) -> GatedMlpSpec:
     return gated(config, activation=activation)
 
 
-def _scaled(config: ConfigFile) -> EmbeddingSpec:
+def scaled_embedding(config: ConfigFile) -> EmbeddingSpec:
     return EmbeddingSpec(scale=config.hidden_size**0.5)
 
 
@@ -289,7 +286,7 @@ def _sandwiched(
     return model(
         config,
         layers(windows, layer),
-        embedding=_scaled(config),
+        embedding=scaled_embedding(config),
         head=HeadSpec(tied=config.tie_word_embeddings, softcap=cap),
     )
 
