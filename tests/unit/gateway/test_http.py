@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -243,6 +244,26 @@ async def test_a_model_that_takes_no_such_media_is_named(at: House) -> None:
         status, error = await failure(at, CHAT, {"messages": messages})
         assert (status, error["param"]) == (400, f"messages[0].content[1].{kind}")
         assert error["message"] == f"the model {MODEL} takes no {named}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("image_url", "images: its towers, MobileNet-v5"),
+        ("audio_url", "audio: its towers, .* a Conformer"),
+    ],
+)
+async def test_refusal_of_media_says_why_the_text_alone_is_served(
+    at: House, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
+    tokenizers = at.service.submission.tokenizers
+    gemma3n = "Gemma3nForConditionalGeneration"
+    card = msgspec.structs.replace(await tokenizers.card(5), architecture=gemma3n)
+    monkeypatch.setattr(tokenizers, "_card", card)
+    medium = {"type": kind, kind: "https://a.example/b"}
+    status, error = await failure(at, CHAT, {"messages": [{"role": "user", "content": [medium]}]})
+    assert (status, error["param"]) == (400, f"messages[0].content[0].{kind}")
+    assert re.match(rf"the model {MODEL} takes no {reason}.* not supported$", error["message"])
 
 
 async def test_a_request_whose_media_do_not_come_ends_at_its_deadline(

@@ -32,6 +32,7 @@ from antiphon.gateway.requests.submit_request import (
 )
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient
 from antiphon.gateway.stream.stream import RequestStream
+from antiphon.model_card.config_json import TEXT_ALONE
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
 from antiphon.service.tasks import gather
@@ -404,7 +405,10 @@ class Submission:
                 kind = "audio" if each.is_audio else "video" if each.video else "image"
                 if not taken[kind]:
                     named = kind if kind == "audio" else f"{kind}s"
-                    raise Unsupported(f"the model {self.model} takes no {named}", param=each.param)
+                    text = f"the model {self.model} takes no {named}"
+                    if (why := TEXT_ALONE.get(card.architecture)) is not None:
+                        text = f"{text}: {why}"
+                    raise Unsupported(text, param=each.param)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.media.open(
