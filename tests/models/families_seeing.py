@@ -12,6 +12,7 @@ from tests.models.families_moe import ROWS as TEXT_MOE
 from tests.support.gemma3n import Gemma3nForConditionalGeneration
 from tests.support.gemma3n import write_published as write_gemma3n
 from tests.support.kimi_k25 import write_published
+from tests.support.phi4 import HEARING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,16 +25,6 @@ VISION: Mapping[str, object] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
-}
-HEARING: Mapping[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_blocks": 1,
-    "num_attention_heads": 2,
-    "ext_pw_out_channel": 32,
-    "depthwise_separable_out_channel": 32,
-    "nemo_conv_channels": 8,
-    "input_size": 16,
 }
 INTERLEAVED = (6, 5, 5)
 

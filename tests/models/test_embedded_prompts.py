@@ -16,6 +16,7 @@ from tests.support.llama4 import write_llama4
 from tests.support.llava import TEXT, picture, write_llava
 from tests.support.llava_next import write_llava_next, write_llava_onevision
 from tests.support.minicpm_v import write_minicpm_v
+from tests.support.phi4 import write_phi4
 from tests.support.pixtral import write_mistral3, write_pixtral
 from tests.support.qwen_vl import (
     write_glm4v,
@@ -62,6 +63,7 @@ FAMILIES = {
     "llama4": write_llama4,
     "kimi-k2.5": write_kimi_k25,
     "minicpm-v": write_minicpm_v,
+    "phi4-multimodal": write_phi4,
 }
 GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v", "paddleocr-vl")
 MARKED = ("smolvlm", "llama4", "pixtral", "mistral3", "minicpm-v")

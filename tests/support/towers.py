@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
     *("visual_projection.", "projector.", "mlp_AR.", "embed_vision.", "model.merger."),
+    "image_embed.",
 )
 """Names of what encoders read, or where they begin."""
 
@@ -92,6 +93,6 @@ def _own(name: str) -> str:
     """What a tensor is called where it is read."""
     for part in ("model.", "projector.", "mm_projector.", "mlp_AR.", "merger."):
         name = name.removeprefix(part)
-    for part in ("visual.", "vision_tower.", "vision_model."):
+    for part in ("visual.", "vision_tower.", "vision_model.", "image_embed.", "img_processor."):
         name = name.rpartition(part)[2]
     return name

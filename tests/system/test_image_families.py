@@ -17,6 +17,8 @@ from tests.support.llama4 import write_llama4
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
 from tests.support.minicpm_v import slices_in_a_row, write_minicpm_v
+from tests.support.phi4 import Phi4Reference, write_phi4
+from tests.support.phi4 import batched as batched_grids
 from tests.support.pixtral import batched, write_mistral3
 from tests.support.qwen_vl import (
     patches,
@@ -77,6 +79,16 @@ def padded_tiles(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Te
     del placeholders
     sizes = {5: (40, 33), 4: (200, 31)}  # of `TILED`, by tiles
     return padded(images, [sizes[len(image)] for image in images])
+
+
+def grids_of_tiles(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    """Images of which one has a tile beside all of it, as the other one has in low detail.
+
+    Of that most is padding, which is white.
+    """
+    del placeholders
+    tall = [len(image) == 2 and bool((image[1] < 1).float().mean() > 0.5) for image in images]
+    return batched_grids(images, [(40, 33) if each else (200, 31) for each in tall])
 
 
 def rows(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
@@ -156,6 +168,9 @@ FAMILIES = {
         slices,
         ("--batching-chunk-tokens", "24"),
     ),
+    "phi4-multimodal": Family(
+        write_phi4, Phi4Reference, grids_of_tiles, ("--batching-chunk-tokens", "24")
+    ),
     "internvl": Family(
         write_internvl,
         transformers.InternVLForConditionalGeneration,
@@ -198,12 +213,12 @@ FAMILIES = {
 }
 LONG = (
     *("internvl", "kimi-k2.5", "llama4", "llava-next", "minicpm-v", "mistral3", "paddleocr-vl"),
-    *("qwen3-vl", "gemma4"),
+    *("phi4-multimodal", "qwen3-vl", "gemma4"),
 )
 """Those whose tiles and rows other tests compare, below the services that are the same for all.
 
 Qwen3-VL sees videos through the services, too."""
-CUT = ("smolvlm", "internvl", "llama4", "llava-next", "minicpm-v")
+CUT = ("smolvlm", "internvl", "llama4", "llava-next", "minicpm-v", "phi4-multimodal")
 """Those that cut images to tiles: of low detail they are one."""
 
 

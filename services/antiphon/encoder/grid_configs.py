@@ -13,9 +13,11 @@ from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.area_tower import AreaConfig
 from antiphon.encoder.early_merger import EARLY
 from antiphon.encoder.grid_tower import GridNames, GridTowerSpec, ProjectorSpec
+from antiphon.encoder.hd_rows import HdConfig
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision.areas import GEMMA4
 from antiphon.model_card.vision.grid_fields import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
+from antiphon.model_card.vision.hd_tiles import PHI4
 from antiphon.model_card.vision.padded_grids import KIMI_K25
 from antiphon.model_card.vision.rows import MISTRAL3
 from antiphon.model_card.vision.slices import MINICPM, MiniCpmFields, MiniCpmTower
@@ -477,6 +479,8 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
         spec = read_json(file, _KimiConfig).spec(file)
     elif config.model_type == MINICPM:
         spec = read_json(file, _MiniCpmConfig).spec(file)
+    elif config.model_type == PHI4:
+        spec = read_json(file, HdConfig).spec(file)
     else:
         spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):

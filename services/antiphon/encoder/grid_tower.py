@@ -8,7 +8,8 @@ Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
 Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006; Cui et al. 2025,
 arXiv:2510.14528 (PaddleOCR-VL); Kimi Team 2025, arXiv:2504.07491, section 2.1 (MoonViT);
-Yao et al. 2024, arXiv:2408.01800 (MiniCPM-V).
+Yao et al. 2024, arXiv:2408.01800 (MiniCPM-V); Microsoft 2025, arXiv:2503.01743
+(Phi-4-multimodal).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         whole_layers: Layers that attend to the whole image all the same.
         side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
         sampled: How those positions are scaled, pixels at their middles, or which one is taken, by
-            where a patch begins; None: between their ends.
+            where a patch begins, or by how many steps it is from the edge, which are rounded;
+            None: between their ends.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
         published: Names in files as they were published, of models that have others, too.
@@ -103,6 +105,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         axial: Whether learned positions are those of columns and of rows, and each half of a head
             is rotated by one of both.
         row_eps: Of MiniCPM-V, that of a norm of the patches of a token as one row, in its merger.
+        mean: Of Phi-4-multimodal: a token is the mean of its patches, projected by two linears.
     """
 
     width: int
@@ -121,7 +124,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
     side: int = 0
-    sampled: Literal["nearest", "bilinear", "bicubic"] | None = None
+    sampled: Literal["nearest", "steps", "bilinear", "bicubic"] | None = None
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
@@ -135,6 +138,7 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_size: int | None = None
     axial: bool = False
     row_eps: float | None = None
+    mean: bool = False
 
     @property
     def last_merge(self) -> int:
@@ -175,7 +179,7 @@ class MergerWeights:
 
     `row_norm` is of all patches of a token as one row, behind those of each. `merge`
     (C, C * merge * merge) makes one patch of those of a token, by channel. With a `gate_up` what
-    `first` and `inner` make is gated.
+    `first` and `inner` make is gated. With `mean` a token is made of the mean of its patches.
     """
 
     norms: tuple[GridNorm, ...]
@@ -185,6 +189,7 @@ class MergerWeights:
     inner: GridNorm | None = None
     gate_up: Linear | None = None
     row_norm: GridNorm | None = None
+    mean: bool = False
 
 
 class SquaresMerger(Protocol):
@@ -245,15 +250,20 @@ class GridTower:
         )
 
     @torch.inference_mode()
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def __call__(self, pixels: Tensor, inside: tuple[int, int] | None = None) -> Tensor:
         """Embed: pixels (F, 3, height, width), in whole tokens  ->  (1, T, rows_width).
 
-        F is 1, an image, or the frames of a patch, of a video.
+        F is 1, an image, or the frames of a patch, of a video. `inside` are the first rows and
+        columns of patches, beyond which there is padding that no patch attends to; None: all are.
         """
         spec, weights = self.spec, self._weights
         rows, columns = (edge // (spec.patch * spec.merge) for edge in pixels.shape[-2:])
         windows = _windows(rows, columns, spec.window)
         order = torch.cat(windows)  # (T,) tokens, window by window
+        seen = None
+        if inside is not None and inside != (rows * spec.merge, columns * spec.merge):
+            places = self._places(rows, columns, order)
+            seen = (places < torch.tensor(inside)[:, None]).all(dim=0)  # (P,)
         x = self._embedded(pixels, rows, columns, order)
         if weights.norm_before is not None:
             x = weights.norm_before(x)
@@ -265,12 +275,14 @@ class GridTower:
                 learned = self._learned(weights.positions, rows, columns, order)
             elif spec.sampled == "nearest":
                 learned = self._nearest(weights.positions, rows, columns, order)
+            elif spec.sampled == "steps":
+                learned = self._at_steps(weights.positions, rows, columns, order, seen)
             else:
                 learned = self._sampled(weights.positions, rows, columns, order, spec.sampled)
             x = x + learned
         parts = [len(window) * spec.merge**2 for window in windows]
         turns = None if spec.base is None else self._angles(rows, columns, order, spec.base)
-        streams = self._layers(x, ([len(x)], parts), turns)
+        streams = self._layers(x, ([len(x)], parts), turns, seen)
         last = streams.last
         if weights.early is not None:
             last = weights.early(last)
@@ -280,9 +292,9 @@ class GridTower:
             made = [weights.merger(last.view(len(order), -1, spec.width))]
         else:
             squares = _normed(last, weights.merger).view(len(order), -1, spec.width)
-            made = [_merged(squares, weights.merger)]
+            made = [merged(squares, weights.merger)]
         for stream, merger in zip(streams.tapped, weights.tapped, strict=True):
-            made.append(_merged(_normed(stream.view(len(order), -1), merger), merger))
+            made.append(merged(_normed(stream.view(len(order), -1), merger), merger))
         return torch.cat(made, dim=-1)[torch.argsort(order)][None]
 
     def _embedded(self, pixels: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
@@ -351,6 +363,21 @@ class GridTower:
         )
         return table[down * side + across]
 
+    def _at_steps(
+        self, table: Tensor, rows: int, columns: int, order: Tensor, seen: Tensor | None
+    ) -> Tensor:
+        """Learned positions of patches (P, C), as `_nearest`, but by multiples of float32 steps.
+
+        They are those of the patches that are seen; the others have the first one.
+        """
+        side, places = self.spec.side, self._places(rows, columns, order)
+        inner = places if seen is None else places[:, seen]
+        steps = 1.0 / (inner.amax(dim=1, keepdim=True) + 1)
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        down, across = torch.bucketize(places * steps, borders, right=True)
+        found = down * side + across
+        return table[found if seen is None else found.where(seen, 0)]
+
     def _sampled(self, table: Tensor, rows: int, columns: int, order: Tensor, mode: str) -> Tensor:
         """Learned positions of patches (P, C): its edges lie on those of the image."""
         side, edges = self.spec.side, torch.tensor([[rows], [columns]]) * self.spec.merge
@@ -367,9 +394,11 @@ def _normed(x: Tensor, merger: MergerWeights) -> Tensor:
     return x
 
 
-def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
+def merged(squares: Tensor, merger: MergerWeights) -> Tensor:
     """The tokens of squares of patches: (T, merge * merge, C), or flat  ->  (T, hidden)."""
-    if merger.merge is None:
+    if merger.mean:
+        squares = squares.mean(dim=1)
+    elif merger.merge is None:
         squares = squares.flatten(1)
         squares = squares if merger.row_norm is None else merger.row_norm(squares)
     else:

@@ -69,6 +69,15 @@ def read_grid_weights(
             first = "mlp.0.pre_norm.weight"
             behind = TensorFiles(weight_files(folder), open_files, last=first, dtype=dtype)
             merger = _row_normed_merger(files, behind, spec, spec.row_eps)
+        elif spec.mean:
+            last = f"{names.first}.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+            merger = MergerWeights(
+                norms=(),
+                first=behind.linear(behind.affine(names.first, spec.hidden, width)),
+                second=behind.linear(behind.affine(names.second, spec.hidden, spec.hidden)),
+                mean=True,
+            )
         elif spec.projector is None:
             merger = _merger(files, "merger", spec, width)
         else:

@@ -23,8 +23,9 @@ from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
 from antiphon.encoder.grid_configs import read_grid_spec
-from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
+from antiphon.encoder.grid_tower import GridTower, GridTowerSpec, MergerWeights
 from antiphon.encoder.grid_tower_files import read_grid_weights
+from antiphon.encoder.hd_rows import HdRows, read_hd_rows
 from antiphon.encoder.linear import Affine, Linear, by_halves
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor
 from antiphon.encoder.preprocessor_files import (
@@ -40,6 +41,7 @@ from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.vision.areas import AreaImages
 from antiphon.model_card.vision.frame_videos import FrameVideos
 from antiphon.model_card.vision.grids import GridImages
+from antiphon.model_card.vision.hd_tiles import HdImages, HdTiling
 from antiphon.model_card.vision.padded_grids import PaddedImages
 from antiphon.model_card.vision.rows import RowImages
 from antiphon.model_card.vision.slices import SlicedImages, SliceTiling
@@ -281,7 +283,7 @@ class VisionModel:
     preprocess: Preprocessor
     tower: VisionTower | GridTower
     connector: Connector | None = None
-    packing: PackedTiles | None = None
+    packing: PackedTiles | HdRows | None = None
     videos: VideoPreprocessor | None = None
 
     @property
@@ -295,16 +297,20 @@ class VisionModel:
     def embedding_bytes(self) -> int:
         """Size of an image's embedding, at most, or nearly so."""
         recipe, spec = self.preprocess.recipe, self.tower.spec
+        if self.packing is not None:
+            return self.packing.rows_max * self.width * 4
         if isinstance(spec, GridTowerSpec):
             sizes = recipe.tiling if isinstance(recipe.tiling, SliceTiling) else recipe.grid
             assert sizes is not None, "a recipe of this tower"
             return sizes.tokens_max * self.width * 4
-        rows = recipe.frames_max * spec.tokens
-        return (rows if self.packing is None else self.packing.rows_max) * self.width * 4
+        return recipe.frames_max * spec.tokens * self.width * 4
 
     def embed(self, image: DecodedImage) -> CachedEmbedding:
         """Embed an image that `preprocess` has decoded."""
         parts = self.preprocess.frames(image)
+        if isinstance(self.packing, HdRows):
+            rows = self.packing(torch.as_tensor(parts[0]), image.width, image.height)
+            return CachedEmbedding.of(rows.numpy())
         if isinstance(self.tower, GridTower):
             # Each frame is an image to it: several at once are those of a video.
             parts = [frame[None] for part in parts for frame in part]
@@ -325,6 +331,7 @@ class VisionModel:
             yield self.embed(medium)
             return
         assert self.videos is not None, "it has decoded the video"
+        assert not isinstance(self.packing, HdRows), "of a model that takes no videos"
         rows: list[Tensor] = []
         for part in np.split(medium.pixels, len(medium.pixels) // self.videos.depth):
             if rows:
@@ -354,11 +361,17 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     """
     set_threads(settings)
     pixels_max, dtype = settings.encoder.pixels_max, settings.model.dtype
-    keeping_shape = GridImages | RowImages | AreaImages | PaddedImages | SlicedImages
+    keeping_shape = GridImages | RowImages | AreaImages | PaddedImages | SlicedImages | HdImages
     if isinstance(read_vision(folder), keeping_shape):
-        preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
+        recipe = read_grid_config(folder)
+        preprocessor = Preprocessor(recipe, pixels_max=pixels_max)
         grids = read_grid_spec(folder)
-        tower, videos = GridTower(grids, read_grid_weights(folder, grids, dtype)), None
+        weights = read_grid_weights(folder, grids, dtype)
+        tower, videos = GridTower(grids, weights), None
+        if isinstance(recipe.tiling, HdTiling):
+            assert isinstance(weights.merger, MergerWeights), "of such a tower"
+            rows = read_hd_rows(folder, tower, recipe.tiling, weights.merger)
+            return VisionModel(preprocessor, tower, packing=rows)
         if (recipe := read_video_config(folder)) is not None:
             videos = VideoPreprocessor(recipe, pixels_max=pixels_max)
         return VisionModel(preprocessor, tower, videos=videos)

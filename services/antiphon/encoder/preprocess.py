@@ -16,6 +16,7 @@ from antiphon.model_card.vision.areas import AreaSizes  # noqa: TC001
 from antiphon.model_card.vision.base import check_unscaled
 from antiphon.model_card.vision.canvas_tiles import CanvasTiling
 from antiphon.model_card.vision.grid_sizes import GridSizes  # noqa: TC001
+from antiphon.model_card.vision.hd_tiles import HdTiling
 from antiphon.model_card.vision.padded_grids import PaddedSizes
 from antiphon.model_card.vision.padded_tiles import AnyresTiling
 from antiphon.model_card.vision.rows import RowSizes  # noqa: TC001
@@ -99,6 +100,10 @@ class Preprocessor:
 
     def frames(self, image: DecodedImage) -> list[NDArray[np.float32]]:
         """Scale and normalize the frames of an image, those of one size together: (F, 3, H, W)."""
+        if isinstance(tiling := self._recipe.tiling, HdTiling):
+            columns, rows = tiling.of(len(image.pixels)).grid(image.width, image.height)
+            whole = _all_of(image.pixels, columns, rows)
+            return [self.normalized(np.concatenate((whole[None], image.pixels), dtype=np.float32))]
         parts = [image.pixels] if image.overview is None else [image.overview, image.pixels]
         return [self.normalized(part) for part in parts]
 
@@ -130,7 +135,7 @@ class Preprocessor:
             overview, frames = frames[0][None], frames[1:]
         return DecodedImage(np.stack(frames), image.width, image.height, overview=overview)
 
-    def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def normalized(self, pixels: NDArray[np.uint8 | np.float32]) -> NDArray[np.float32]:
         """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
         values = self._rounded(pixels.astype(np.float32) * np.float32(self._recipe.scale))
         values = self._rounded(self._rounded(values - self._mean) / self._std)
@@ -190,6 +195,8 @@ class Preprocessor:
             case SliceTiling() as tiling:
                 self._check_scaled(image, tiling.slices(*image.size))
                 return _slices(image, tiling, filter_)
+            case HdTiling() as tiling:
+                return _on_white(image, tiling, filter_)
             case None:
                 pass
         if isinstance(recipe.grid, PaddedSizes):
@@ -265,6 +272,48 @@ def _slices(image: Image.Image, tiling: SliceTiling, filter_: int) -> list[Image
     return [whole, *_cut(scaled, columns, rows, across // columns, down // rows)]
 
 
+def _on_white(image: Image.Image, tiling: HdTiling, filter_: int) -> list[Image.Image]:
+    """Scale an image to tiles, in its shape, on white, row by row."""
+    edge, (columns, rows) = tiling.tile, tiling.grid(*image.size)
+    canvas = Image.new("RGB", (columns * edge, rows * edge), "white")
+    canvas.paste(image.resize(tiling.scaled(*image.size), filter_))
+    return _cut(canvas, columns, rows, edge)
+
+
+def _all_of(tiles: NDArray[np.uint8], columns: int, rows: int) -> NDArray[np.float32]:
+    """All of a grid as one tile: (rows * columns, S, S, 3)  ->  (S, S, 3)."""
+    edge = tiles.shape[1]
+    grid = tiles.reshape(rows, columns, edge, edge, 3).transpose(0, 2, 1, 3, 4)
+    canvas = grid.reshape(rows * edge, columns * edge, 3)
+    return _thinned(_thinned(canvas, rows, axis=0), columns, axis=1)
+
+
+_CUBIC = tuple(map(np.float32, (-0.09375, 0.59375, 0.59375, -0.09375)))
+"""Weights of two values on either side of a middle, for a cubic convolution with a = -0.75.
+
+Source: Keys 1981, "Cubic convolution interpolation for digital image processing".
+"""
+
+
+def _thinned(
+    values: NDArray[np.uint8 | np.float32], factor: int, *, axis: int
+) -> NDArray[np.float32]:
+    """One value for each `factor` of an axis, at their middle: exact, of numbers of 8 bits.
+
+    Of an odd factor there is a value in the middle; of an even one the four next to it are mixed.
+    Beyond an edge are its own values.
+    """
+    size = values.shape[axis]
+    middle = np.arange(factor // 2, size, factor, dtype=np.int64)
+    if factor % 2:
+        return values.take(middle, axis).astype(np.float32)
+    beside = [
+        values.take((middle + offset).clip(0, size - 1), axis).astype(np.float32)
+        for offset in (-2, -1, 0, 1)
+    ]
+    return np.sum([each * weight for each, weight in zip(beside, _CUBIC, strict=True)], axis=0)
+
+
 def _cut(
     image: Image.Image, columns: int, rows: int, width: int, height: int = 0
 ) -> list[Image.Image]:
@@ -301,7 +350,8 @@ class PreprocessorConfig:
         mean: Subtracted after scaling.
         std: Divisor after that.
         tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio, or into slices
-            of whole tokens of `size`.
+            of whole tokens of `size`. Of tiles whose padding has no tokens, all of the image is
+            made as they are normalized.
         grid: Set: scale the image to whole tokens of `size`, or pad it with black to them, and keep
             its shape.
         sampling: Set: these are the steps of videos, whose frames are chosen so.
@@ -314,7 +364,9 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
-    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | SliceTiling | None = None
+    tiling: Tiling | AspectTiling | AnyresTiling | CanvasTiling | SliceTiling | HdTiling | None = (
+        None
+    )
     grid: GridSizes | RowSizes | AreaSizes | PaddedSizes | None = None
     sampling: Sampling | None = None
     bfloat16: bool = False

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.preprocess import Channels, PreprocessorConfig
+from antiphon.encoder.preprocess import BILINEAR, Channels, PreprocessorConfig
 from antiphon.encoder.tower_spec import Size
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.processor_files import (
@@ -24,6 +24,7 @@ from antiphon.model_card.vision.frame_videos import FRAME_SAMPLINGS, read_frame_
 from antiphon.model_card.vision.grid_fields import VIDEO_GRIDS
 from antiphon.model_card.vision.grid_videos import read_video_file
 from antiphon.model_card.vision.grids import read_grid_file
+from antiphon.model_card.vision.hd_tiles import PHI4, read_hd_file
 from antiphon.model_card.vision.padded_grids import KIMI_K25, read_padded_file
 from antiphon.model_card.vision.padded_tiles import AnyresTiling
 from antiphon.model_card.vision.rows import has_rows, read_rows
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.model_card.vision.areas import AreaSizes
     from antiphon.model_card.vision.grid_sizes import GridSizes
+    from antiphon.model_card.vision.hd_tiles import HdTiling
     from antiphon.model_card.vision.padded_grids import PaddedSizes
     from antiphon.model_card.vision.rows import RowSizes
     from antiphon.model_card.vision.slices import SliceTiling
@@ -119,6 +121,10 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
     if kind == MINICPM:
         file, tiling = read_slices(folder)
         return _keeping_shape(file, tiling.edge, tiling=tiling)
+    if kind == PHI4:
+        file, tiling = read_hd_file(folder)
+        made = _keeping_shape(file, tiling.tile, tiling=tiling)
+        return replace(made, resample=BILINEAR)  # the file's filter is that of all of an image
     if has_rows(folder):
         file, sizes = read_rows(folder)
     elif kind == GEMMA4:
@@ -149,7 +155,7 @@ def _keeping_shape(
     edge: int,
     *,
     grid: GridSizes | RowSizes | AreaSizes | PaddedSizes | None = None,
-    tiling: SliceTiling | None = None,
+    tiling: SliceTiling | HdTiling | None = None,
 ) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=edge,

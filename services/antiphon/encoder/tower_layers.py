@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape, TextRows
@@ -117,21 +118,25 @@ class TowerLayers:
         x: Tensor,
         divisions: Sequence[Sequence[int]],
         turns: tuple[Tensor, Tensor] | None = None,
+        seen: Tensor | None = None,
     ) -> TowerStreams:
         """Run the layers: x (T, C) float32  ->  streams.
 
         `divisions` are the lengths of rows that follow each other, whose tokens attend to each
         other; `turns` cosine and signed sine of each token, (T, 1, D), where heads are rotated, or
-        (T, 1, 2, D / 2) where each half of one is by itself.
+        (T, 1, 2, D / 2) where each half of one is by itself. With `seen` (T,) bool all tokens are
+        one row, and attend to those alone.
         """
-        run = self._at_once if self._packed else self.by_layer
-        return run(x, divisions, turns)
+        if self._packed and seen is None:
+            return self._at_once(x, divisions, turns)
+        return self.by_layer(x, divisions, turns, seen)
 
     def by_layer(
         self,
         x: Tensor,
         divisions: Sequence[Sequence[int]],
         turns: tuple[Tensor, Tensor] | None = None,
+        seen: Tensor | None = None,
     ) -> TowerStreams:
         """The same by single operations; in one call all has the same bits."""
         tapped: list[Tensor] = []
@@ -142,7 +147,7 @@ class TowerLayers:
             norm1, norm2 = self._norms[number]
             after1, after2 = self._norms_after[number]
             heads = self._rounded(layer.qkv, self._normed(stream, norm1))
-            mixed = self._attend(heads, number, divisions[self._divisions[number]], turns)
+            mixed = self._attend(heads, number, divisions[self._divisions[number]], turns, seen)
             stream = stream + self._behind(self._rounded(layer.out, mixed), after1)
             wide = self._rounded(layer.up, self._normed(stream, norm2))
             activated = self._ops.gate if layer.up.halves else self._ops.activate
@@ -153,7 +158,12 @@ class TowerLayers:
         return TowerStreams(tuple(tapped), stream.float())
 
     def _attend(
-        self, x: Tensor, number: int, rows: Sequence[int], turns: tuple[Tensor, Tensor] | None
+        self,
+        x: Tensor,
+        number: int,
+        rows: Sequence[int],
+        turns: tuple[Tensor, Tensor] | None,
+        seen: Tensor | None,
     ) -> Tensor:
         """Queries, keys and values (T, 3 N D)  ->  what heads mix of values, (T, N D)."""
         q, k, v = x.view(len(x), 3, self._heads, -1).unbind(1)  # each (T, N, D)
@@ -166,6 +176,11 @@ class TowerLayers:
             k = self._ops.rmsnorm(k.flatten(1), norms.key.weight, norms.eps).view(k.shape)
         if turns is not None:
             q, k = _turned(q, turns), _turned(k, turns)
+        if seen is not None:
+            # The kernels have no fewer keys than queries.
+            q, k, v = (each.transpose(0, 1)[None] for each in (q, k[seen], v[seen]))
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=self._scale)  # (1, N, T, D)
+            return mixed[0].transpose(0, 1).flatten(1)
         texts = TextRows(rows)
         return self._ops.bidirectional_attention(q, k, v, texts, self._scale, None).flatten(1)
 

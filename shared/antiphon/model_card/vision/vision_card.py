@@ -17,6 +17,7 @@ from antiphon.model_card.vision.frame_videos import INTERN, FrameVideos
 from antiphon.model_card.vision.grid_fields import GRIDS
 from antiphon.model_card.vision.grid_videos import GridVideos
 from antiphon.model_card.vision.grids import GridImages, read_grid
+from antiphon.model_card.vision.hd_tiles import PHI4, HdImages, read_hd
 from antiphon.model_card.vision.padded_grids import KIMI_K25, PaddedImages, read_padded
 from antiphon.model_card.vision.padded_tiles import ANYRES, PaddedTiles, read_llava_next
 from antiphon.model_card.vision.rows import MISTRAL3, RowImages, has_rows, read_pixtral
@@ -40,6 +41,7 @@ VisionCard = (
     | RowImages
     | AreaImages
     | PaddedImages
+    | HdImages
     | ComparedImages
 )
 """How a model takes images."""
@@ -82,6 +84,7 @@ _READERS: dict[str, Callable[[Path], VisionCard | None]] = {
     **dict.fromkeys(GRIDS, read_grid),
     KIMI_K25: read_padded,
     MINICPM: read_minicpm,
+    PHI4: read_hd,
     CLIP: read_clip,
     SIGLIP: read_siglip,
 }
