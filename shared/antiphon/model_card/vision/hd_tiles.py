@@ -16,7 +16,7 @@ from msgspec import Meta, field
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.processor_files import PixelFields, image_processor_file
-from antiphon.model_card.vision.base import Pieces, Size, VisionBase, check_unscaled
+from antiphon.model_card.vision.base import Pieces, Size, VisionBase, check_unscaled, rescaled
 from antiphon.model_card.vision.stacked_tiles import AspectTiling
 from antiphon.wire.errors import InvalidRequest
 
@@ -133,11 +133,7 @@ class HdImages(VisionBase, frozen=True, kw_only=True):
         return (self.tiling.tokens(width, height),)
 
     def within(self, limits: PixelLimits) -> Self:
-        tiling = self.tiling.within(limits)
-        if tiling == self.tiling:
-            return self
-        processing = hashlib.sha256(self.processing + msgspec.json.encode(tiling)).digest()
-        return msgspec.structs.replace(self, tiling=tiling, processing=processing)
+        return rescaled(self, tiling=self.tiling.within(limits))
 
 
 class HdTower(msgspec.Struct, frozen=True):
