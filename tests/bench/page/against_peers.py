@@ -21,9 +21,9 @@ warmed up in every round. A cell is the median over rounds, with the minimum and
 parentheses. The ratio is ours to that of the best other server, computed per round; for times,
 lower is better. A server more than 1.4x slower than the best peer in round 1 is skipped for that
 case in later rounds, and one that a later table lacks was not the best peer of any of its cases in
-an earlier table. The limit follows from the machine's measured memory and matrix-multiply
-rates: [tests/bench/peers/cases.py](../tests/bench/peers/cases.py). Results depend on the
-processor's instruction set, so each one measured has its own table.
+an earlier table of the same processor. The limit follows from the machine's measured memory and
+matrix-multiply rates: [tests/bench/peers/cases.py](../tests/bench/peers/cases.py). Results depend
+on the processor's instruction set, so each one measured has its own table.
 """
 TITLES = {
     "amx": "With matrix units (AMX)",
