@@ -22,6 +22,8 @@ SANITIZERS = (
     "-fno-sanitize=alignment",
 )
 
+ELSEWHERE = ("ahead_of_time", "build", "fake_steps", "flashinfer", "triton", "worker_launches")
+"""Tests of kernels of GPUs, and of how these are built: they would take hours."""
 LIMITED = (
     "tests/kernels/test_bounds.py::test_a_team_whose_threads_find_no_memory_raises_and_works_on"
 )
@@ -63,12 +65,13 @@ def main(folder: Path) -> int:
     build.build()
     assert extension.unavailable_reason() is None
     here = Path(__file__).parent
+    ignored = [f"--ignore={here / f'test_{name}.py'}" for name in ELSEWHERE]
     return pytest.main(
         [
             *("-q", "-p", "no:cacheprovider", "-o", "timeout=600"),
             # What a sanitizer writes before it ends the process is not captured.
             "--capture=sys",
-            *(str(here), f"--ignore={here / 'test_build.py'}", f"--deselect={LIMITED}"),
+            *(str(here), *ignored, f"--deselect={LIMITED}"),
         ]
     )
 
