@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import ABCMeta, abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 
 import msgspec
@@ -23,7 +24,11 @@ LOW_PIXELS = 512 * 512
 """Maximum of an image of low detail, as in OpenAI's API."""
 
 
-class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AbstractMeta(msgspec.StructMeta, ABCMeta):
+    """Of structs with abstract methods: one that lacks such a method cannot be made."""
+
+
+class VisionBase(msgspec.Struct, metaclass=AbstractMeta, frozen=True, kw_only=True, tag=True):
     """What the ways to take images have in common.
 
     Attributes:
@@ -52,13 +57,13 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Numbers of a row of an embedding, in a model of this hidden size."""
         return (1 + self.deepstack) * hidden
 
+    @abstractmethod
     def pieces(self, width: int, height: int) -> Pieces:
         """What stands in a prompt for an image of this size in pixels.
 
         Raises:
             InvalidRequest: It is too narrow.
         """
-        raise NotImplementedError
 
     def columns(self, width: int, height: int) -> int:
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from antiphon.model_card.vision.base import (
     LIMITS,
+    AbstractMeta,
     Pieces,  # msgspec reads the fields of structs
     Size,
     single,
@@ -41,7 +43,7 @@ class SeenVideo(msgspec.Struct, frozen=True):
     step: float = 1.0
 
 
-class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class _Sampling(msgspec.Struct, metaclass=AbstractMeta, frozen=True, kw_only=True):
     """Which frames of a video are seen.
 
     Attributes:
@@ -77,9 +79,9 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"the video has {video.frames} frames; the limit is {self.most}")
         return [*range(video.frames)]
 
+    @abstractmethod
     def spread(self, video: VideoHeader) -> list[int]:
         """Those of a video of which the client has chosen none."""
-        raise NotImplementedError
 
     def counted(self, indices: Sequence[int]) -> int:
         """By how many frames the sizes of a video go whose frames are these: whole patches."""
