@@ -189,7 +189,14 @@ def test_bfloat16_weights_are_computed_in_bfloat16_unless_the_dtype_is_another(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model_type": "dinov2"}, "model_type = 'dinov2': must be one of clip_vision_model"),
+        (
+            {"model_type": "dinov2"},
+            "model_type = 'dinov2': must be one of clip_vision_model, .*, qwen2_vl",
+        ),
+        (
+            {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]},
+            "model_type = 'gemma3n': its towers, MobileNet-v5 .* are not supported",
+        ),
         ({"hidden_act": "relu"}, "Invalid enum value 'relu'"),
         ({"num_channels": 4}, "num_channels"),
         ({"num_attention_heads": 5}, "hidden_size = 48 is not a multiple"),

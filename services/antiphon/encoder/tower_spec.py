@@ -12,6 +12,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.preprocess import BICUBIC, BILINEAR, LANCZOS, Channels
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.untaken_media import untaken_reason
 from antiphon.model_card.vision.canvas_tiles import LLAMA4, read_canvas_tiling
 from antiphon.model_card.vision.frame_videos import INTERN
 from antiphon.model_card.vision.padded_tiles import ANYRES, read_anyres, read_anyres_fields
@@ -19,6 +20,7 @@ from antiphon.model_card.vision.squares import GEMMA3
 from antiphon.model_card.vision.stacked_tiles import read_aspect_tiling
 from antiphon.model_card.vision.tiles import IDEFICS, read_tiling
 from antiphon.model_card.vision.tower_fields import FeatureFields, SquareTower
+from antiphon.model_card.vision.vision_card import VISION_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,7 +271,7 @@ def read_spec(folder: Path) -> VisionTowerSpec:
     file = folder / "config.json"
     kind = read_json(file, _Kind).model_type
     if kind not in _KINDS:
-        raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
+        raise ConfigError(f"{file}: model_type = {kind!r}: {_refusal(file)}")
     spec_type, nested = _KINDS[kind]
     if nested:
         tower = read_json(file, _Both).vision_config
@@ -314,6 +316,14 @@ def read_spec(folder: Path) -> VisionTowerSpec:
     return spec
 
 
+def _refusal(file: Path) -> str:
+    """Why a model is not one of those that have towers here."""
+    for architecture in read_json(file, _Named).architectures or ():
+        if (reason := untaken_reason(architecture, "image")) is not None:
+            return reason
+    return f"must be one of {', '.join(dict.fromkeys((*_KINDS, *VISION_TYPES)))}"
+
+
 def _squared(tower: msgspec.Raw, file: Path) -> msgspec.Raw:
     """The config of a tower with one number for both edges."""
     image, patch = parse_json(tower, SquareTower, f"{file}: vision_config").edges(file)
@@ -340,6 +350,10 @@ class _LastFeature(FeatureFields, frozen=True):
 
 class _Kind(msgspec.Struct):
     model_type: str = ""
+
+
+class _Named(msgspec.Struct):
+    architectures: tuple[str, ...] | None = None
 
 
 class _Both(msgspec.Struct):

@@ -67,11 +67,6 @@ MULTIMODAL_ARCHITECTURES = (
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
-TEXT_ALONE: Mapping[str, str] = {
-    "Gemma3nForConditionalGeneration": "its towers, MobileNet-v5 for images and a Conformer for "
-    "audio, are not supported",
-}
-"""Those of whose media none are taken, and why."""
 PUBLISHED_NAMES: Mapping[str, str] = {
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"
 }

@@ -246,19 +246,22 @@ async def test_a_model_that_takes_no_such_media_is_named(at: House) -> None:
         assert error["message"] == f"the model {MODEL} takes no {named}"
 
 
+GEMMA3N, PHI4 = "Gemma3nForConditionalGeneration", "Phi4MultimodalForCausalLM"
+
+
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("architecture", "kind", "reason"),
     [
-        ("image_url", "images: its towers, MobileNet-v5"),
-        ("audio_url", "audio: its towers, .* a Conformer"),
+        (GEMMA3N, "image_url", "images: its towers, MobileNet-v5"),
+        (GEMMA3N, "audio_url", "audio: its towers, .* a Conformer"),
+        (PHI4, "audio_url", "audio: its tower for audio"),
     ],
 )
-async def test_refusal_of_media_says_why_the_text_alone_is_served(
-    at: House, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+async def test_refusal_of_media_says_why_they_are_not_taken(
+    at: House, monkeypatch: pytest.MonkeyPatch, architecture: str, kind: str, reason: str
 ) -> None:
     tokenizers = at.service.submission.tokenizers
-    gemma3n = "Gemma3nForConditionalGeneration"
-    card = msgspec.structs.replace(await tokenizers.card(5), architecture=gemma3n)
+    card = msgspec.structs.replace(await tokenizers.card(5), architecture=architecture)
     monkeypatch.setattr(tokenizers, "_card", card)
     medium = {"type": kind, kind: "https://a.example/b"}
     status, error = await failure(at, CHAT, {"messages": [{"role": "user", "content": [medium]}]})

@@ -32,8 +32,8 @@ from antiphon.gateway.requests.submit_request import (
 )
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient
 from antiphon.gateway.stream.stream import RequestStream
-from antiphon.model_card.config_json import TEXT_ALONE
 from antiphon.model_card.served_model import served_names
+from antiphon.model_card.untaken_media import untaken_reason
 from antiphon.service.clock import deadline_in
 from antiphon.service.tasks import gather
 from antiphon.telemetry.tracing import request_context, span
@@ -406,7 +406,7 @@ class Submission:
                 if not taken[kind]:
                     named = kind if kind == "audio" else f"{kind}s"
                     text = f"the model {self.model} takes no {named}"
-                    if (why := TEXT_ALONE.get(card.architecture)) is not None:
+                    if (why := untaken_reason(card.architecture, kind)) is not None:
                         text = f"{text}: {why}"
                     raise Unsupported(text, param=each.param)
         try:

@@ -88,4 +88,5 @@ _READERS: dict[str, Callable[[Path], VisionCard | None]] = {
     CLIP: read_clip,
     SIGLIP: read_siglip,
 }
-"""By types of models whose images are served."""
+VISION_TYPES = tuple(_READERS)
+"""Types of models whose images are served."""
