@@ -20,6 +20,7 @@ from tests.models.test_cross_attention import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper import generation_whisper
 
+from antiphon.model_worker.runner import model_runner
 from antiphon.model_worker.runner.alignment import _smoothed, warped
 from antiphon.wire.base import FinishReason
 from antiphon.wire.sampling import AlignmentParams, TokenOutputParams
@@ -101,6 +102,24 @@ def test_times_of_tokens_are_those_of_transformers(pair: Pair, way: dict[str, An
     ]
     pair.check((PROMPTS[1], 2), other.ids)
     assert not [news for news in other.progress if news.details.times]
+
+
+def test_a_step_aligns_one_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes wait for no more, however many prompts could end in a step."""
+    aligned, right = list[int](), model_runner.align
+
+    def watched(wanted: Any, *beside: Any) -> Any:
+        aligned.append(len(wanted.rows))
+        return right(wanted, *beside)
+
+    monkeypatch.setattr(model_runner, "align", watched)
+    loop = CrossLoop(pair.opened(), tree=True, chunk_tokens=None, step_tokens_max=2048)
+    requests = [asked(number, *ALIGNED[number]) for number in range(len(PROMPTS))]
+    assert times(loop.run(requests)) == [
+        expected(pair, PROMPTS[number], number + 1, *ALIGNED[number])
+        for number in range(len(PROMPTS))
+    ]
+    assert aligned == [1] * len(PROMPTS)
 
 
 @pytest.mark.parametrize(

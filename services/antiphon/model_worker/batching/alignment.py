@@ -46,7 +46,7 @@ def alignment_request(chunks: Sequence[Request], rows: StepRows) -> AlignmentReq
     wanted = [
         (row, request, request.state.sampling.alignment, request.media)
         for row, request in enumerate(chunks, start=rows.verified)
-        if rows.ends.item(row) == request.prompt_tokens
+        if request.aligned_at(rows.ends.item(row))
     ]
     found = [
         (row, request.prompt, params, media.source())

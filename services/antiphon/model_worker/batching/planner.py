@@ -171,6 +171,8 @@ class StepPlanner:
             if end == start:
                 continue
             budget.spend_prefill(end - start)
+            if request.aligned_at(end):
+                budget.spend_alignment()
             scheduled.append((request, end))
         if scheduled:
             scheduled = self._grow(scheduled)
@@ -253,6 +255,8 @@ class StepPlanner:
                 return None
             budget.spend_prefill(end - table.committed)
             budget.spend_source()
+            if request.aligned_at(end):
+                budget.spend_alignment()
             self._start(request, table, now)
         except Exception:
             if request.table is not table:  # else it is released with the request
@@ -412,6 +416,14 @@ class TokenBudget:
         """
         if self._limits.source_shape is not None:
             self.tokens = max(0, self.tokens - self._limits.source_shape[0])
+
+    def spend_alignment(self) -> None:
+        """Let no later prefill join: a plan aligns one prompt, of which all is computed once more.
+
+        Prompts whose tokens are cached end in a plan in any number, and the decodes of that plan
+        would wait for the passes of all.
+        """
+        self._closed = True
 
 
 def choose_victim(running: Iterable[Request]) -> Request:

@@ -199,6 +199,10 @@ class Request:
         cursor = self.prompt_logprob_cursor
         return self.length if cursor >= self.prompt_tokens else cursor - 1
 
+    def aligned_at(self, end: int) -> bool:
+        """Whether its prompt is aligned in the step that computes it up to `end`."""
+        return self.state.sampling.alignment is not None and end == self.prompt_tokens
+
     def ids(self, start: int = 0, end: int | None = None) -> Ints:
         """Its known ids from `start` to `end`."""
         end, prompt_tokens = self.length if end is None else end, self.prompt_tokens
