@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper import generation_whisper
 
 from antiphon.model_worker.runner import model_runner
-from antiphon.model_worker.runner.alignment import _smoothed, warped
+from antiphon.model_worker.runner.alignment import AlignmentPass, _smoothed, warped
 from antiphon.wire.base import FinishReason
 from antiphon.wire.sampling import AlignmentParams, TokenOutputParams
 from antiphon.wire.token_outputs import unpack_floats
@@ -153,6 +153,17 @@ def test_an_alignment_that_cannot_be_made_is_refused(
     assert output.finish.error.param == "alignment"
 
 
+def test_a_source_token_that_no_token_attends_to_is_like_all_others() -> None:
+    """Its weights have no deviation: they are zero, each."""
+    made = AlignmentPass(torch.zeros(9, 4), {0: [0]}, first=0, source_tokens=9, filter_width=3)
+    keys = torch.zeros(9, 1, 4)
+    keys[3] = -1000.0
+    made.store(0, keys, torch.zeros(9, 1, 4))
+    queries = torch.rand(5, 1, 4, generator=torch.Generator().manual_seed(1)) + 0.5
+    assert not made.attend(0, queries, 1.0).any()
+    assert made.matrix.isfinite().all()
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (6, 1), (4, 4), (3, 17), (17, 3), (9, 30)])
 def test_the_cheapest_path_is_that_of_transformers(shape: tuple[int, int]) -> None:
     random = np.random.default_rng(7)
@@ -163,7 +174,9 @@ def test_the_cheapest_path_is_that_of_transformers(shape: tuple[int, int]) -> No
         assert warped(costs).tolist() == starts
 
 
-@pytest.mark.parametrize(("width", "length"), [(1, 5), (3, 5), (7, 30), (7, 3), (7, 4)])
+@pytest.mark.parametrize(
+    ("width", "length"), [(1, 5), (3, 5), (5, 9), (7, 30), (7, 3), (7, 4), (11, 40)]
+)
 def test_medians_are_those_of_transformers(width: int, length: int) -> None:
     weights = torch.randn(6, length, generator=torch.Generator().manual_seed(3))
     theirs = generation_whisper._median_filter(weights[None], width)[0]

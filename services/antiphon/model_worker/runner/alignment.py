@@ -13,6 +13,7 @@ first of them, with which they are, H heads, D head size.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -94,17 +95,21 @@ class AlignmentPass:
 
     def attend(self, layer: int, queries: Tensor, scale: float) -> Tensor:
         assert self._cached is not None, "a layer that has stored its keys"
-        keys, values = self._cached
-        weights = torch.einsum("phd,shd->hps", queries.float(), keys) * scale
-        weights = weights.softmax(dim=-1)
-        for head in self._heads.get(layer, ()):
-            self._add(weights[head, self._first :, : self._source_tokens])
-        return torch.einsum("hps,shd->phd", weights, values).to(queries.dtype)
+        read, (keys, values) = queries.float(), self._cached
+        if heads := [*self._heads.get(layer, ())]:
+            # Of these alone, and of aligned tokens: those of all would take 50 MB a layer.
+            weights = torch.einsum("nhd,shd->hns", read[self._first :, heads], keys[:, heads])
+            for each in (weights * scale).softmax(dim=-1):
+                self._add(each[:, : self._source_tokens])
+        q, k, v = (each.transpose(0, 1)[None] for each in (read, keys, values))  # (1, H, ., D)
+        mixed = functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        return mixed[0].transpose(0, 1).to(queries.dtype)
 
     def _add(self, weights: Tensor) -> None:
-        """Add a head, whose weights (N, M) are compared between tokens."""
+        """Add a head, whose weights (N, M) are compared between tokens: all alike are zero."""
         deviation, mean = torch.std_mean(weights, dim=0, correction=0, keepdim=True)
-        self._sum = self._sum + _smoothed((weights - mean) / deviation, self._width)
+        compared = (weights - mean) / deviation.clamp_min(_TINY)
+        self._sum = self._sum + _smoothed(compared, self._width)
         self._count += 1
 
 
@@ -158,15 +163,40 @@ def warped(costs: NDArray[np.float64]) -> Ints:
 
 
 _BOTH, _ROW, _COLUMN = 0, 1, 2
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def _smoothed(weights: Tensor, width: int) -> Tensor:
-    """The median of each `width` neighbours in a row of weights (N, M), mirrored at its ends."""
-    half = width // 2
-    if weights.shape[-1] <= half:
+    """The median of each `width` neighbours in a row of weights (N, M), mirrored at its ends.
+
+    Of two more than half of them, the least and the greatest cannot be it: they are left out, and
+    the next one is taken in, until one is left. All rows are compared at once, where a sort of each
+    few took many times as long.
+    """
+    half, count = width // 2, weights.shape[-1]
+    if count <= half:
         return weights
     mirrored = functional.pad(weights, (half, half), mode="reflect")
-    return mirrored.unfold(-1, width, 1).sort(dim=-1).values[..., half]
+    following = (mirrored[..., first : first + count] for first in range(width))
+    kept = [*islice(following, half + 2)]
+    while len(kept) > 1:
+        kept = [*_between(kept), *islice(following, 1)]
+    return kept[0]
+
+
+def _between(values: Sequence[Tensor]) -> list[Tensor]:
+    """All but the least and the greatest of values (each of one shape), element by element."""
+    least, *others = values
+    above = list["Tensor"]()
+    for each in others:
+        above.append(torch.maximum(least, each))
+        least = torch.minimum(least, each)
+    greatest, *others = above
+    below = list["Tensor"]()
+    for each in others:
+        below.append(torch.minimum(greatest, each))
+        greatest = torch.maximum(greatest, each)
+    return below
 
 
 def _part(values: Ints, starts: Ints, index: int) -> Ints:
