@@ -117,6 +117,7 @@ class CrossLoop(ModelLoop):
             model,
             media_width=HIDDEN,
             source_shape=(SOURCE, HIDDEN),
+            source_heads=model.spec.cross_heads,
             context_tokens=64,
             **values,
         )

@@ -140,6 +140,14 @@ def test_a_step_aligns_one_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
             {"alignment": AlignmentParams(tokens=1, source_tokens=1, heads=HEADS, filter_width=2)},
             "odd filter_width",
         ),
+        (
+            {"alignment": AlignmentParams(tokens=1, source_tokens=1, heads=((2, 3), (3, 0)))},
+            "other heads than those of 3 layers with 4 heads",
+        ),
+        (
+            {"alignment": AlignmentParams(tokens=1, source_tokens=1, heads=((0, 4),))},
+            "other heads than those of 3 layers with 4 heads",
+        ),
     ],
 )
 def test_an_alignment_that_cannot_be_made_is_refused(

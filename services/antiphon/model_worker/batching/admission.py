@@ -45,7 +45,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
-    check_alignment(state, None if limits.source_shape is None else limits.source_shape[0])
+    check_alignment(state, limits)
     prompt = ids[:prompt_tokens]
     sees, grids = limits.media_width is not None, limits.media_grids
     source = limits.source_shape

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import StepRows
-    from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
 
 
-def check_alignment(state: RequestState, source_tokens: int | None) -> None:
-    """Reject an alignment that the model cannot make; `source_tokens` are those of the encoder.
+def check_alignment(state: RequestState, limits: EngineLimits) -> None:
+    """Reject an alignment that the model cannot make.
 
     Raises:
         InvalidRequest: It does not fit the request, or the model.
@@ -27,12 +27,16 @@ def check_alignment(state: RequestState, source_tokens: int | None) -> None:
     if (wanted := state.sampling.alignment) is None:
         return
     text, details = None, state.sampling.details
-    if source_tokens is None or not state.media:
+    source_tokens = 0 if limits.source_shape is None else limits.source_shape[0]
+    layers, heads = limits.source_heads
+    if not source_tokens or not state.media:
         text = "requires a model that attends to audio beside its text, and audio"
     elif state.sampling.max_new_tokens or details is None or details.prompt_start >= 0:
         text = "requires a request of no new tokens, with token outputs of none of its prompt"
     elif not wanted.heads or not wanted.filter_width % 2:
         text = "requires heads, and an odd filter_width"
+    elif any(layer >= layers or head >= heads for layer, head in wanted.heads):
+        text = f"has other heads than those of {layers} layers with {heads} heads"
     elif wanted.source_tokens > source_tokens:
         text = f"source_tokens must be at most {source_tokens}"
     elif wanted.tokens > len(state.prompt_ids) // 4:

@@ -51,6 +51,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             chunk has all of an image's tokens that are not cached, or none.
         source_shape: Tokens and width of what a request attends to beside its text, of a model
             with cross attention: one medium, which has no tokens in the prompt.
+        source_heads: Layers that attend to it, and heads of each.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -73,6 +74,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     media_grids: bool = False
     span_tokens: int | None = None
     source_shape: tuple[int, int] | None = None
+    source_heads: tuple[int, int] = (0, 0)
     flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None

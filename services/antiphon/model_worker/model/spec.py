@@ -263,6 +263,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The cross attention that all of its layers have; None: they have none."""
         return self.layers[0].cross
 
+    @property
+    def cross_heads(self) -> tuple[int, int]:
+        """How many layers have cross attention, and heads of each; zeros if none has."""
+        return (0, 0) if self.cross is None else (len(self.layers), self.cross.heads)
+
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers grouped by equal cache, full attention first, then narrow windows, then states.
 

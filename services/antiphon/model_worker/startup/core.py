@@ -32,6 +32,8 @@ class Sees(NamedTuple):
     span_tokens: int | None
     source: int | None = None
     """Tokens of a medium that is attended to beside the prompt."""
+    source_heads: tuple[int, int] = (0, 0)
+    """Layers that attend to it, and heads of each."""
 
 
 def open_engine_core(
@@ -134,6 +136,7 @@ def _limits(
         media_grids=sees is not None and sees.grids,
         span_tokens=None if sees is None else sees.span_tokens,
         source_shape=None if sees is None or sees.source is None else (sees.source, sees.width),
+        source_heads=(0, 0) if sees is None else sees.source_heads,
         flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,

@@ -209,7 +209,13 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if audio is not None:
-        sees = Sees(card.hidden_size, grids=False, span_tokens=None, source=audio.source_tokens)
+        sees = Sees(
+            card.hidden_size,
+            grids=False,
+            span_tokens=None,
+            source=audio.source_tokens,
+            source_heads=model.spec.cross_heads,
+        )
     if prompts is not None:
         sees = Sees(card.hidden_size, grids=False, span_tokens=None)
     if vision is not None:
