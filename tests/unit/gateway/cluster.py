@@ -134,6 +134,7 @@ class Cluster:
     unanswered: list[str] = field(default_factory=list[str])  # subjects of calls to these
     pooling: PoolingCard | None = None  # of a model that generates nothing
     transcription: TranscriptionCard | None = None  # of a model that transcribes audio
+    appends_output: bool = True  # tokenizers know of outputs that end a prompt
     first_id: int = 10  # of the first token of the script
     logprob: float = -0.5  # likewise
     reranks: bool = False  # the chat template asks for yes or no
@@ -252,6 +253,8 @@ class Cluster:
         ids = [self.words[text]] if text in self.words else list(text.encode())
         if request.transcription is not None:
             ids.insert(0, 1)  # where the transcript begins
+            if self.appends_output:
+                ids += unpack_ids(request.transcription.output)
         elif request.media:
             ids = [0]  # an image that is embedded
         truncates = request.truncate and len(ids) > CONTEXT_TOKENS

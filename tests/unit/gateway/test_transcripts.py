@@ -115,6 +115,7 @@ async def posted(at: House, **fields: Any) -> tuple[int, Any]:
 
 
 SOUND = wav(tones(0.2))
+WORDS = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
 
 
 @pytest.mark.parametrize(
@@ -317,19 +318,22 @@ async def test_segments_are_of_the_type_of_the_client(transcribing: House) -> No
 
 
 async def test_words_are_refused_where_a_tokenizer_knows_no_heads(transcribing: House) -> None:
-    wanted = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
-    status, body = await posted(transcribing, file=LONG, **wanted)
+    status, body = await posted(transcribing, file=LONG, **WORDS)
     assert (status, body["error"]["param"]) == (400, "timestamp_granularities")
 
 
-async def test_words_have_the_times_of_their_tokens(transcribing: House) -> None:
-    cluster = transcribing.cluster
-    wanted = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
-    assert cluster.transcription is not None
-    cluster.transcription = msgspec.structs.replace(
-        cluster.transcription, alignment_heads=((1, 2),)
-    )
-    async with posting(transcribing, file=LONG, **wanted) as reply:
+@pytest.fixture
+def aligning(transcribing: House) -> House:
+    """Its model has heads that say where a token is in the audio."""
+    card = transcribing.cluster.transcription
+    assert card is not None
+    transcribing.cluster.transcription = msgspec.structs.replace(card, alignment_heads=((1, 2),))
+    return transcribing
+
+
+async def test_words_have_the_times_of_their_tokens(aligning: House) -> None:
+    cluster = aligning.cluster
+    async with posting(aligning, file=LONG, **WORDS) as reply:
         whole = TranscriptionVerbose.model_validate_json(await reply.text(), strict=True)
     assert whole.segments is None
     assert [(each.word, each.start, each.end) for each in whole.words or ()] == [
@@ -346,7 +350,18 @@ async def test_words_have_the_times_of_their_tokens(transcribing: House) -> None
     }
     # Behind the same text as the output.
     assert [(each.prompt or "").strip() for each in again] == ["", TIMED, 2 * TIMED]
-    await nothing_is_held(transcribing)
+    await nothing_is_held(aligning)
+
+
+async def test_words_have_no_times_where_a_tokenizer_leaves_out_the_output(aligning: House) -> None:
+    """It is of an earlier version: times would be those of other tokens."""
+    cluster = aligning.cluster
+    cluster.appends_output = False
+    status, body = await posted(aligning, file=LONG, **WORDS)
+    assert (status, body["error"]["code"]) == (503, "unavailable")
+    assert "a tokenizer of an earlier version" in body["error"]["message"]
+    assert not [each for each in cluster.submits if each.sampling.alignment]
+    await nothing_is_held(aligning)
 
 
 @pytest.mark.parametrize("why", ["a guess", "it repeats itself"])

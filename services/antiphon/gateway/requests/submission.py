@@ -323,7 +323,7 @@ class Submission:
                 )
             check_model_kind(gen_request, encoded)
             if encoded.transcription is not None:
-                check_transcribes(gen_request)
+                check_transcribes(gen_request, encoded)
             with request_context(request_id):
                 encoded = self._builder.truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))

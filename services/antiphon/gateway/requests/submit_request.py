@@ -19,7 +19,7 @@ from antiphon.gateway.requests.pooling import wrong_model
 from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest, Unavailable, Unsupported
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
 
@@ -154,11 +154,21 @@ def check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> No
         raise wrong_model("embed" if pools else "generate text", encoded.pooling)
 
 
-def check_transcribes(gen_request: GenerationRequest) -> None:
-    """Refuse prompts of a model that only transcribes; health checks are such."""
-    if gen_request.transcription is None and gen_request.api != PROBE_API:
-        text = "this model transcribes audio files: use /v1/audio/transcriptions"
-        raise Unsupported(text, param="model")
+def check_transcribes(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
+    """Check a prompt of a model that only transcribes; those of health checks are texts.
+
+    Raises:
+        Unsupported: It is a text.
+        Unavailable: An output is to end it, and the tokenizer is of a version that knows of none.
+    """
+    asked = gen_request.transcription
+    if asked is None:
+        if gen_request.api != PROBE_API:
+            text = "this model transcribes audio files: use /v1/audio/transcriptions"
+            raise Unsupported(text, param="model")
+    elif not encoded.token_ids.endswith(asked.output):
+        text = "a tokenizer of an earlier version knows no times of words"
+        raise Unavailable(text, retry_after_s=1.0)
 
 
 def apply_reasoning(
