@@ -419,6 +419,22 @@ async def test_a_part_that_is_refused_for_load_is_submitted_again(
     await nothing_is_held(transcribing)
 
 
+async def test_words_that_are_refused_for_load_are_asked_for_again(aligning: House) -> None:
+    """The text of the file is there: of a file of one part, too."""
+    cluster = aligning.cluster
+    cluster.hold_at = 0
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(posted(aligning, file=SOUND, **WORDS))
+        await until(lambda: len(cluster.submits) == 1)
+        cluster.submit_error = Overloaded("full", retry_after_s=0.01)
+        cluster.go.set()
+        await until(lambda: len(cluster.submits) == 3)
+        cluster.submit_error = None
+    status, body = task.result()
+    assert (status, len(body["words"])) == (200, 1)
+    await nothing_is_held(aligning)
+
+
 async def _read(at: House, stream: str) -> tuple[int, str]:
     async with posting(at, file=LONG, stream=stream) as reply:
         return reply.status, await reply.text()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 BEFORE_CHARACTERS: Final = 4096
 """How much of the text so far the next part gets; the tokenizer cuts it to half of the context."""
 PAUSE_MIN_S: Final = 0.05
-"""Before a part that was refused for load is submitted again, if the refusal does not say more."""
+"""Before what was refused for load is submitted again, if the refusal does not say more."""
 TAIL_S: Final = 0.1
 """What a file has behind its last whole part is left out if it is shorter: encoders pad with
 silence, of which a model makes words."""
@@ -79,7 +79,7 @@ class TranscriptionOptions(NamedTuple):
 
     Attributes:
         temperature: 0: see `TEMPERATURES`.
-        patience_s: How long a part is submitted again and again, once others are transcribed.
+        patience_s: How long a request is submitted again and again, once the file was begun.
         logprobs: Whether those of all text tokens are returned.
         segments: Whether segments are returned.
         words: Whether words are returned, with their times.
@@ -152,7 +152,7 @@ class TranscriptionJob:
     logprobs: list[TopLogprob] = field(default_factory=list[TopLogprob])
     _texts: list[str] = field(default_factory=list[str])
     _context_from: int = 0  # index of the first text that prompts begin with
-    _parts: int = 0  # that are done
+    _begun: bool = False  # whether anything of the file was computed
     _silence: dict[float, float] = field(default_factory=dict[float, float])  # by the part's start
 
     @property
@@ -174,7 +174,6 @@ class TranscriptionJob:
                 await self._add(attempt, start_s)
             if attempt.temperature > CONTEXT_TEMPERATURE_MAX:
                 self._context_from = len(self._texts)
-            self._parts += 1
             start_s = start_s + self.card.window_s if silent else attempt.following_s
 
     async def deltas(self) -> AsyncGenerator[TranscriptDelta]:
@@ -194,7 +193,6 @@ class TranscriptionJob:
                         begun = True
                         yield TranscriptDelta(shown, logprobs)
                         logprobs = []
-            self._parts += 1
             start_s += self.card.window_s
 
     def _has_part(self, start_s: float) -> bool:
@@ -281,6 +279,7 @@ class TranscriptionJob:
         while True:
             try:
                 (answer,) = await self.handler.collect(self.request, [gen_request])
+                self._begun = True
                 break
             except (Overloaded, RateLimited) as error:
                 await self._pause(error, due)
@@ -294,23 +293,24 @@ class TranscriptionJob:
             try:
                 async with aclosing(self.handler.deltas(self.request, gen_request)) as deltas:
                     async for delta in deltas:
-                        begun = True
+                        self._begun = begun = True
                         yield delta
             except (Overloaded, RateLimited) as error:
                 if begun:
                     raise
                 await self._pause(error, due)
             else:
+                self._begun = True  # a part without text, too
                 return
 
     def _due(self) -> float:
-        """Until when the next part is submitted again; 0: once."""
+        """Until when the next request is submitted again; 0: once."""
         now = asyncio.get_running_loop().time()
-        return now + self.options.patience_s if self._parts else 0.0
+        return now + self.options.patience_s if self._begun else 0.0
 
     @staticmethod
     async def _pause(refusal: Overloaded | RateLimited, due: float) -> None:
-        """Wait before a part is submitted again, whose file has been transcribed up to there.
+        """Wait before a request is submitted again, of a file that was begun.
 
         Raises:
             Overloaded: There is no time left.
@@ -352,7 +352,7 @@ class TranscriptionJob:
             tokens_max=tokens_max,
             sampling=sampling,
             auto_truncate=False,
-            continues=self._parts > 0,
+            continues=self._begun,
         )
 
     async def _add_words(self, attempt: _Attempt, start_s: float) -> None:
