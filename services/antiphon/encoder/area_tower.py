@@ -18,6 +18,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.grid_tower import GridNames, GridTowerSpec
 from antiphon.encoder.linear import Affine
+from antiphon.encoder.tower_config import BlockFields
 from antiphon.encoder.tower_layers import TowerLayer
 from antiphon.encoder.tower_spec import Size
 
@@ -51,18 +52,18 @@ class _AxialRope(msgspec.Struct):
     rope_type: Literal["axial"] = "axial"
 
 
-class _Gemma4Tower(msgspec.Struct):
+class _Gemma4Tower(BlockFields, frozen=True):
     hidden_size: Size = 768
     intermediate_size: Size = 3072
     num_hidden_layers: Size = 16
     num_attention_heads: Size = 12
+    patch_size: Size = 16
     num_key_value_heads: Size = 12
     head_dim: Size = 64
     hidden_activation: VisionActivation = VisionActivation.GELU_TANH
     rms_norm_eps: float = 1e-6
     rope_parameters: _AxialRope | None = None
     pooling_kernel_size: Size = 3
-    patch_size: Size = 16
     position_embedding_size: Size = 10 * 1024
     use_clipped_linears: bool = False
     standardize: bool = False

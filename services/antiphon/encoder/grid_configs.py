@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
@@ -14,6 +13,8 @@ from antiphon.encoder.area_tower import AreaConfig
 from antiphon.encoder.early_merger import EARLY
 from antiphon.encoder.grid_tower import GridNames, GridTowerSpec, ProjectorSpec
 from antiphon.encoder.hd_rows import HdConfig
+from antiphon.encoder.tower_config import SIGLIP_NAMES, BlockFields, computed_layers
+from antiphon.encoder.tower_spec import Size
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision.areas import GEMMA4
 from antiphon.model_card.vision.grid_fields import DEEPSTACKS, GLMS, PADDLEOCR, QWEN35S
@@ -24,9 +25,6 @@ from antiphon.model_card.vision.slices import MINICPM, MiniCpmFields, MiniCpmTow
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-Size = Annotated[int, Meta(ge=1)]
 
 
 class _Rope(msgspec.Struct):
@@ -181,11 +179,10 @@ class _GlmTower(_TowerFields):
         )
 
 
-class _PixtralTower(msgspec.Struct):
+class _PixtralTower(BlockFields, frozen=True):
     hidden_size: Size = 1024
     intermediate_size: Size = 4096
     num_hidden_layers: Size = 24
-    num_attention_heads: Size = 16
     patch_size: Size = 16
     hidden_act: VisionActivation = VisionActivation.GELU
     rope_theta: float = 10000.0
@@ -217,12 +214,7 @@ class _RowConfig(msgspec.Struct):
                 f"{file}: vision_feature_layer, vision_feature_select_strategy: of Pixtral's tower "
                 "one layer is supported, and full"
             )
-        layers = layer + (tower.num_hidden_layers + 1 if layer < 0 else 0)
-        if not 0 < layers <= tower.num_hidden_layers:
-            raise ConfigError(
-                f"{file}: vision_feature_layer = {layer}: must be one of "
-                f"{tower.num_hidden_layers} layers"
-            )
+        layers = computed_layers(file, "vision_feature_layer", layer, tower.num_hidden_layers)
         bias = self.multimodal_projector_bias
         return GridTowerSpec(
             width=tower.hidden_size,
@@ -247,13 +239,8 @@ class _RowConfig(msgspec.Struct):
         )
 
 
-class _OcrTower(msgspec.Struct):
-    hidden_size: Size = 1152
-    intermediate_size: Size = 4304
-    num_hidden_layers: Size = 27
-    num_attention_heads: Size = 16
+class _OcrTower(BlockFields, frozen=True):
     image_size: Size = 384
-    patch_size: Size = 14
     spatial_merge_size: Size = 2
     hidden_act: VisionActivation = VisionActivation.GELU_TANH
     layer_norm_eps: float = 1e-6
@@ -293,12 +280,7 @@ class _OcrConfig(_OcrText):
         )
 
 
-class _KimiTower(msgspec.Struct):
-    hidden_size: Size = 1152
-    intermediate_size: Size = 4304
-    num_hidden_layers: Size = 27
-    num_attention_heads: Size = 16
-    patch_size: Size = 14
+class _KimiTower(BlockFields, frozen=True):
     merge_kernel_size: tuple[Size, ...] = (2, 2)
     pos_emb_height: Size = 64
     pos_emb_width: Size = 64
@@ -433,19 +415,6 @@ PIXTRAL_NAMES = GridNames(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
-SIGLIP_NAMES = GridNames(
-    patch="embeddings.patch_embedding",
-    positions="embeddings.position_embedding.weight",
-    layer="encoder.layers.{}",
-    norm1="layer_norm1",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.out_proj",
-    norm2="layer_norm2",
-    norm_after="post_layernorm",
-    first="linear_1",
-    second="linear_2",
-)
-"""With the names of linears behind it in PaddleOCR-VL and MiniCPM-V."""
 _TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower | _GlmTower]] = {
     **dict.fromkeys(GLMS, _GlmTower),
     "qwen2_vl": _Qwen2Tower,

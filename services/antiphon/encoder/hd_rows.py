@@ -9,16 +9,17 @@ section 3.2.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from msgspec import Meta, field
 
-from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import VisionActivation
-from antiphon.encoder.grid_tower import GridNames, GridTowerSpec, MergerWeights, merged
+from antiphon.encoder.grid_tower import GridTowerSpec, MergerWeights, merged
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.tower_config import SIGLIP_NAMES, BlockFields, computed_layers
+from antiphon.encoder.tower_spec import Size
+from antiphon.model_card.config_json import parse_json
 from antiphon.model_card.vision.hd_tiles import MERGE, HdTiling, HdTower
 
 if TYPE_CHECKING:
@@ -28,26 +29,13 @@ if TYPE_CHECKING:
 
     from antiphon.encoder.grid_tower import GridTower
 
-Size = Annotated[int, Meta(ge=1)]
 _LINE, _BETWEEN = "sub_img_feature_extensor", "global_img_feature_extensor"
-_NAMES = GridNames(
-    patch="embeddings.patch_embedding",
-    positions="embeddings.position_embedding.weight",
-    layer="encoder.layers.{}",
-    norm1="layer_norm1",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.out_proj",
-    norm2="layer_norm2",
-    first="img_projection_up",
-    second="img_projection_down",
+_NAMES = msgspec.structs.replace(
+    SIGLIP_NAMES, first="img_projection_up", second="img_projection_down"
 )
 
 
-class _HdTowerFields(HdTower, frozen=True):
-    hidden_size: Size = 1152
-    intermediate_size: Size = 4304
-    num_hidden_layers: Size = 27
-    num_attention_heads: Size = 16
+class _HdBlocks(BlockFields, frozen=True):
     hidden_act: VisionActivation = VisionActivation.GELU_TANH
     layer_norm_eps: float = 1e-6
 
@@ -55,35 +43,34 @@ class _HdTowerFields(HdTower, frozen=True):
 class HdConfig(msgspec.Struct, frozen=True):
     """The config.json of Phi-4-multimodal, with the defaults of its class."""
 
+    vision_config: msgspec.Raw
     hidden_size: Size = 3072
-    vision_config: _HdTowerFields = field(default_factory=_HdTowerFields)
 
     def spec(self, file: Path) -> GridTowerSpec:
         """The shape of the tower, up to the layer whose output is read.
 
         Raises:
-            ConfigError: There is no such layer.
+            ConfigError: It is malformed, or there is no such layer.
         """
-        tower = self.vision_config
-        layer, most = tower.feature_layer, tower.num_hidden_layers
-        layers = layer + (most + 1 if layer < 0 else 0)
-        if not 0 < layers <= most:
-            raise ConfigError(
-                f"{file}: vision_config: feature_layer = {layer}: must be one of {most} layers"
-            )
+        name = f"{file}: vision_config"
+        blocks = parse_json(self.vision_config, _HdBlocks, name)
+        tower = parse_json(self.vision_config, HdTower, name)
+        layers = computed_layers(
+            file, "vision_config: feature_layer", tower.feature_layer, blocks.num_hidden_layers
+        )
         return GridTowerSpec(
-            width=tower.hidden_size,
-            intermediate=tower.intermediate_size,
+            width=blocks.hidden_size,
+            intermediate=blocks.intermediate_size,
             hidden=self.hidden_size,
             layers=layers,
-            heads=tower.num_attention_heads,
-            patch=tower.patch_size,
+            heads=blocks.num_attention_heads,
+            patch=blocks.patch_size,
             merge=MERGE,
             frames=0,
             base=None,
-            activation=tower.hidden_act,
+            activation=blocks.hidden_act,
             gated=False,
-            eps=tower.layer_norm_eps,
+            eps=blocks.layer_norm_eps,
             side=tower.image_size // tower.patch_size,
             sampled="steps",
             patch_bias=True,
