@@ -488,6 +488,20 @@ def test_latents_are_refused_where_they_have_no_kernel(
         open_model(folder, pages=10, dtype="float32", device="interpreter", **changes)
 
 
+def test_several_streams_are_refused_where_their_sums_depend_on_the_batch(tmp_path: Path) -> None:
+    folder = save(BY_NAME["gemma3n"], tmp_path).folder
+    reason = "device interpreter: sums of several residual streams and of sparse gates"
+    with pytest.raises(KernelUnavailable, match=f"deterministic inference: {reason}"):
+        open_model(
+            folder,
+            pages=10,
+            dtype="float32",
+            device="interpreter",
+            linear="tiled",
+            deterministic=True,
+        )
+
+
 class LostStream(InterpretedStream):
     """A device that every call finds lost."""
 

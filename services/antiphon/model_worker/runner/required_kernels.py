@@ -93,6 +93,12 @@ def _require_latent_kernels(model: LoadedModel) -> None:
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
     """Deterministic mode: check that the bits of a row depend on that row alone."""
+    if (kind := model.build.device_kind) != "cpu" and model.spec.streams is not None:
+        # There torch sums a row by more threads where there are fewer rows, and so in other orders.
+        raise KernelUnavailable(
+            f"deterministic inference: device {kind}: sums of several residual streams and of "
+            "sparse gates have no batch-invariant kernel there"
+        )
     if not model.decoder.invariant:
         raise KernelUnavailable(
             "deterministic inference: results of torch's matmul depend on batch composition; "
