@@ -87,6 +87,11 @@ def test_grids_are_those_of_transformers(least: int, most: int) -> None:
         assert tiling.frames(width, height) == frames <= tiling.frames_max
 
 
+def test_grids_of_many_tiles_are_found_at_once() -> None:
+    """Of all pairs of edges, 400 million, few are grids of no more tiles."""
+    assert AspectTiling(tile=448, most=20_000).grid(3000, 1000) == (9, 3)
+
+
 def test_low_detail_is_one_tile(folder: Path) -> None:
     card = card_of(folder, StackedTiles)
     decoded = check_low_detail(opened(folder), card, ("<img>", 4, "</img>"))

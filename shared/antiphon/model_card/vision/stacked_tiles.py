@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -55,9 +56,7 @@ class AspectTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tiles that an image is scaled to."""
         ratio, nearest, best = width / height, math.inf, (1, 1)
-        edges = range(1, self.most + 1)
-        grids = [(x, y) for x in edges for y in edges if self.least <= x * y <= self.most]
-        for columns, rows in sorted(grids, key=math.prod):
+        for columns, rows in _grids(self.least, self.most):
             distance = abs(ratio - columns / rows)
             # As near: more tiles only for an image of over half of their pixels.
             larger = width * height > 0.5 * self.tile**2 * columns * rows
@@ -69,6 +68,13 @@ class AspectTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Tiles of an image, and all of it where there are several."""
         count = math.prod(self.grid(width, height))
         return count + (count > 1)
+
+
+@lru_cache(maxsize=8)
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Columns and rows of all grids of so many tiles, those of the fewest first."""
+    grids = [(x, y) for x in range(1, most + 1) for y in range(1, most // x + 1) if x * y >= least]
+    return tuple(sorted(grids, key=math.prod))
 
 
 class StackedTiles(VisionBase, frozen=True, kw_only=True):
