@@ -125,7 +125,8 @@ def test_heads_that_align_are_those_of_the_generation_config(tmp_path: Path) -> 
 
     card = read({"alignment_heads": [[0, 1], [2, 0]]}, median_filter_width=5)
     assert (card.alignment_heads, card.filter_width) == (((0, 1), (2, 0)), 5)
-    assert read({}).alignment_heads == ((1, 0), (1, 1), (2, 0), (2, 1))
+    for unnamed in ({}, {"alignment_heads": []}):
+        assert read(unnamed).alignment_heads == ((1, 0), (1, 1), (2, 0), (2, 1))
     assert read({}).filter_width == 7
     for generation, more, complaint in (
         ({"alignment_heads": [[3, 0]]}, {}, "of 3 layers with 2 heads"),

@@ -242,7 +242,7 @@ def _alignment_heads(
             f"{file}: median_filter_width = {config.median_filter_width}: must be odd"
         )
     layers, heads = config.decoder_layers, config.decoder_attention_heads
-    if (named := generation.alignment_heads) is None:
+    if not (named := generation.alignment_heads):
         return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
     if any(layer >= layers or head >= heads for layer, head in named):
         raise ConfigError(
