@@ -222,8 +222,8 @@ class EncoderConfig(Config):
     """Image embeddings."""
 
     model_path: str = ""
-    """Folder of a CLIP or SigLIP model, or one that takes images; empty: that of the served model;
-    if that takes none, every call is rejected as `unsupported`."""
+    """Folder of a CLIP or SigLIP model, or of one that takes images or audio; empty: that of the
+    served model; if that takes neither, every call is rejected as `unsupported`."""
     threads: Threads | None = None
     """Number of compute threads of an encoder; unset: an even share of the cores among the encoders
     and workers that serve starts, or all cores of an encoder that is started alone."""
