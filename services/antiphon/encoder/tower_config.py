@@ -1,4 +1,4 @@
-"""What configs of several towers of `grid_tower.py` say alike, and names that their tensors share."""
+"""What configs of several towers of `grid_tower.py` say alike, and names that tensors share."""
 
 from __future__ import annotations
 
