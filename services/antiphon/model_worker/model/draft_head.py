@@ -19,7 +19,7 @@ from antiphon.layers.linear import replicated
 from antiphon.layers.norm import build_norm
 from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.weights import BuildContext, Module, WeightSource
-from antiphon.model_worker.model.decoder import NotStackable, build_sublayer
+from antiphon.model_worker.model.decoder_layer import NotStackable, build_sublayer
 from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.recurrent import LayerStates
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
-    from antiphon.model_worker.model.decoder import PositionSpec
+    from antiphon.model_worker.model.decoder_layer import PositionSpec
     from antiphon.model_worker.model.spec import ModelSpec
 
 

@@ -12,7 +12,8 @@ it. To add a kind:
    (sizes, switches, and the checkpoint's names, each relative to its layer) and a class built as
    `Block(site, spec)` with the methods of `layers.sublayer.Sublayer`. The `ForwardContext` gives it
    what it needs of a forward pass.
-2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `SUBLAYERS` in `decoder`.
+2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `SUBLAYERS` in
+   `decoder_layer`.
 3. The spec of a mixer declares with `cache` what it caches. Layers with equal
    `cache` share a cache group. A new kind of cache is one more member of `CacheSpec`.
 4. Give a family that has it its row in `tests/models/families.py`, and each switch of the spec its

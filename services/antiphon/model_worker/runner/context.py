@@ -37,7 +37,7 @@ from antiphon.layers.context import (
     SummedExperts,
 )
 from antiphon.layers.mla import LatentSpec
-from antiphon.model_worker.model.decoder import NotStackable
+from antiphon.model_worker.model.decoder_layer import NotStackable
 from antiphon.model_worker.model.draft_head import DraftHead
 from antiphon.model_worker.runner.alignment import attend_to_prompt
 from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.recurrent import Recurrence, StateMetadata
     from antiphon.model_worker.batching.plan import Ints, StepPlan
-    from antiphon.model_worker.model.decoder import PositionSpec
+    from antiphon.model_worker.model.decoder_layer import PositionSpec
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.cross_cache import CrossCache
     from antiphon.model_worker.runner.pools import KvPool, StatePool

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import AttentionParams, ForwardContext, HiddenStates
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.decoder import NotStackable
+from antiphon.model_worker.model.decoder_layer import NotStackable
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, UncachedHeads
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.recurrent import LayerStates
-    from antiphon.model_worker.model.decoder import PositionSpec
+    from antiphon.model_worker.model.decoder_layer import PositionSpec
 
     Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
