@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import huggingface_hub
@@ -21,7 +22,7 @@ from tests.unit.gateway.cluster import house
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load, write_yaml
 from antiphon.model_card import hub
-from antiphon.model_worker.observability.watchdog import StallDetector, StallVerdict
+from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
@@ -110,10 +111,15 @@ def test_argument_exports_traces(
 @pytest.mark.argument("--watchdog-timeout")
 def test_watchdog_timeout_ends_a_worker_that_hangs() -> None:
     def ends_after_100_s(settings: Settings) -> bool:
-        batching = settings.batching
-        watchdog = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        watchdog.observe(1, 0.0)
-        return watchdog.observe(1, 100.0) is StallVerdict.HUNG
+        loop: Any = SimpleNamespace(reading=None, thread=None, forward_thread=None)
+        loop.progress_count = 1
+        watchdog = LoopWatchdog(loop, settings.batching, lambda: None)
+        watchdog.check(0.0)
+        try:
+            watchdog.check(100.0)
+        except LoopHung:
+            return True
+        return False
 
     assert compare("--watchdog-timeout", "60", observe=ends_after_100_s) == (True, False)
 

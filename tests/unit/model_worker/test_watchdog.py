@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.batching_world import World
 from tests.support.worker import plain_runs, state
@@ -12,12 +13,7 @@ from antiphon.config.worker import BatchingConfig
 from antiphon.model_worker.batching.flights import ForwardThread
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.state import ChoiceKey
-from antiphon.model_worker.observability.watchdog import (
-    LoopWatchdog,
-    StallDetector,
-    StallVerdict,
-    stack_of,
-)
+from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog, stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,33 +23,55 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import SamplingPart, StepOutcome, StepPlan
 
 
+class Watched:
+    """A loop whose progress the test sets, under a watchdog."""
+
+    def __init__(self, stall_s: float, limit_s: float) -> None:
+        self._loop: Any = SimpleNamespace(reading=None, thread=None, forward_thread=None)
+        self._stalls = 0
+        config = BatchingConfig(stall_s=stall_s, stall_limit_s=limit_s)
+        self._dog = LoopWatchdog(self._loop, config, self._count)
+
+    def _count(self) -> None:
+        self._stalls += 1
+
+    def check(self, progress_count: int, now: float) -> str | None:
+        """What the watchdog finds: a stall, a hang, or nothing."""
+        self._loop.progress_count, before = progress_count, self._stalls
+        try:
+            self._dog.check(now)
+        except LoopHung:
+            return "hung"
+        return "stalled" if self._stalls > before else None
+
+
 def test_loop_with_progress_is_not_reported() -> None:
-    dog = StallDetector(stall_s=2.0, limit_s=5.0)
-    assert not any(dog.observe(pulse, pulse * 1.0) for pulse in range(1, 100))
+    dog = Watched(stall_s=2.0, limit_s=5.0)
+    assert not any(dog.check(count, count * 1.0) for count in range(1, 100))
 
 
 def test_idle_loop_is_never_reported() -> None:
-    dog = StallDetector(stall_s=2.0, limit_s=5.0)
-    assert not any(dog.observe(0, now) for now in range(100))
-    assert dog.observe(8, 101.0) is None
+    dog = Watched(stall_s=2.0, limit_s=5.0)
+    assert not any(dog.check(0, now) for now in range(100))
+    assert dog.check(8, 101.0) is None
 
 
 def test_stall_is_reported_once_and_a_hang_always() -> None:
-    dog = StallDetector(stall_s=2.0, limit_s=5.0)
-    said = [dog.observe(7, now) for now in range(8)]
-    assert said == [None, None, StallVerdict.STALLED, None, None, *[StallVerdict.HUNG] * 3]
+    dog = Watched(stall_s=2.0, limit_s=5.0)
+    found = [dog.check(7, now) for now in range(8)]
+    assert found == [None, None, "stalled", None, None, *["hung"] * 3]
 
 
-def test_recovered_loop_is_reported_again() -> None:
-    dog = StallDetector(stall_s=2.0, limit_s=9.0)
-    assert [dog.observe(1, now) for now in (0, 2, 3)] == [None, StallVerdict.STALLED, None]
-    assert [dog.observe(2, now) for now in (4, 5, 6)] == [None, None, StallVerdict.STALLED]
-    assert dog.stalled_s(6.5) == 2.5
+def test_recovered_loop_is_reported_again(caplog: pytest.LogCaptureFixture) -> None:
+    dog = Watched(stall_s=2.0, limit_s=9.0)
+    assert [dog.check(1, now) for now in (0, 2, 3)] == [None, "stalled", None]
+    assert [dog.check(2, now) for now in (4, 5, 6.5)] == [None, None, "stalled"]
+    assert [vars(record)["seconds"] for record in caplog.records] == [2.0, 2.5]
 
 
 def test_limit_below_the_stall_time_is_a_hang_at_once() -> None:
-    dog = StallDetector(stall_s=30.0, limit_s=5.0)
-    assert [dog.observe(1, now) for now in (0, 6)] == [None, StallVerdict.HUNG]
+    dog = Watched(stall_s=30.0, limit_s=5.0)
+    assert [dog.check(1, now) for now in (0, 6)] == [None, "hung"]
 
 
 def test_stack_of_a_thread_names_its_function() -> None:
