@@ -49,7 +49,7 @@ from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.ranks.processes import RankProcesses
-from antiphon.model_worker.speculation.ngram import open_drafter
+from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.core import drafts_max, open_engine_core
 from antiphon.model_worker.startup.engine import open_engine
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.speculation.ngram import NgramDrafter
 
 HI = [{"role": "user", "content": "hi"}]
 STATES = RecurrentStates(
@@ -304,9 +305,17 @@ AFTER_LONG: Texts = (*(5 * [[*range(12), 90]]), *([*range(12), last] for last in
 NGRAM = ("--speculative-algorithm", "NGRAM")
 
 
+def ngrams_of(settings: Settings) -> NgramDrafter | None:
+    """The drafter of a worker with these settings; None: it drafts nothing."""
+    if (speculation := batching(settings).speculation) is None:
+        return None
+    assert isinstance(speculation.drafter, RequestTexts)
+    return speculation.drafter.ngrams
+
+
 def drafted(settings: Settings, texts: Texts, context: list[int]) -> list[int] | None:
     """What a drafter that has read the texts proposes after the context."""
-    if (drafter := open_drafter(settings.speculation)) is None:
+    if (drafter := ngrams_of(settings)) is None:
         return None
     for ids in texts:
         text = drafter.begin(b"")
@@ -469,7 +478,7 @@ def test_argument_limits_external_corpora(
     flag: str, value: str, pair: tuple[list[int] | str, ...], base: tuple[str, ...]
 ) -> None:
     def observe(settings: Settings) -> list[int] | str:
-        drafter = open_drafter(settings.speculation)
+        drafter = ngrams_of(settings)
         assert drafter is not None
         try:
             drafter.add_corpus("counted", [pack_ids(range(20))])

@@ -21,11 +21,6 @@ _CORPUS = b""
 """The namespace of a corpus, in an index of its own."""
 
 
-def open_drafter(config: SpeculationConfig) -> NgramDrafter | None:
-    """The drafter of the settings; None if speculative decoding is disabled."""
-    return NgramDrafter(config) if config.algorithm == "ngram" else None
-
-
 class NgramDrafter:
     """Drafts the tokens that followed the longest match of a context's end, in texts or corpora.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.state import EngineLimits
@@ -12,7 +14,7 @@ from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
-from antiphon.model_worker.speculation.ngram import open_drafter
+from antiphon.model_worker.speculation.ngram import NgramDrafter
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.wire.namespaces import PageOrigin
@@ -91,9 +93,10 @@ def _speculation(
         return None
     if first is not None and first.speculation is not None:
         drafter = first.speculation.drafter
+    elif config.algorithm == "ngram":
+        drafter = RequestTexts(NgramDrafter(config))
     else:
-        ngrams = open_drafter(config)
-        drafter = None if ngrams is None else RequestTexts(ngrams)  # else a draft model
+        drafter = None  # the runner has a draft model
     return Speculation(drafter, drafts_max(config), resolved.running_max.value)
 
 
@@ -147,12 +150,7 @@ def _limits(
 
 
 def _rules(queue: QueueConfig) -> QueueRules:
-    return QueueRules(
-        # The policy `priority` orders by arrival within one priority.
-        policy=Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy,
-        priority=queue.by_priority,
-        low_first=queue.low_first,
-        preempt_threshold=queue.preempt_threshold,
-        refuse_priority=queue.refuse_priority,
-        max_overtake_s=queue.max_overtake_s,
-    )
+    # The policy `priority` orders by arrival within one priority.
+    policy = Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy
+    rules = QueueRules.from_config(queue)
+    return msgspec.structs.replace(rules, policy=policy, refuse_priority=queue.refuse_priority)

@@ -11,7 +11,7 @@ from tests.unit.model_worker.speculation.trie import Text, TrieDrafter
 
 from antiphon.config.speculation import MatchType, SpeculationConfig
 from antiphon.model_worker.speculation import text_index
-from antiphon.model_worker.speculation.ngram import NgramDrafter, open_drafter
+from antiphon.model_worker.speculation.ngram import NgramDrafter
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
@@ -224,11 +224,6 @@ def test_evicted_text_is_not_proposed() -> None:
     insert(made, b"x", [7])
     assert proposed(made, [1]) == []
     assert proposed(made, [2]) == [3]
-
-
-def test_drafter_is_opened_for_its_algorithm() -> None:
-    assert open_drafter(SpeculationConfig()) is None
-    assert open_drafter(SpeculationConfig(algorithm="ngram")) is not None
 
 
 def test_numbers_of_tokens_may_exceed_32_bits() -> None:
