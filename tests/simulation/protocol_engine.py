@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 from tests.simulation.hash_runner import Eager, HashRunner
-from tests.support.worker import page_group
+from tests.support.worker import chunks_used, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import InTurn
@@ -224,6 +224,6 @@ class WorkerEngine:
         assert self.pools.used() == self.pools.loose(), "pages are left"
         self.core.flush()
         assert self.pools.used() == [0], "pages are left that no cache holds"
-        if self.core.batch.store.used_count:
+        if chunks_used(self.core.batch.store):
             gc.collect()
-        assert not self.core.batch.store.used_count, "ids of ended choices are left"
+        assert not chunks_used(self.core.batch.store), "ids of ended choices are left"

@@ -11,6 +11,7 @@ from tests.simulation import test_guided_choices as guided
 from tests.simulation.batching_world import DRAFTS_MAX, World
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
 from tests.simulation.test_worker_threads import beside
+from tests.support.worker import chunks_used
 
 from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mailbox
 from antiphon.wire.command import (
@@ -74,9 +75,9 @@ def live(world: World, turns: int) -> World:
     failures = world.turn().failures
     assert world.pools.used() == [0] * len(world.groups)
     if not failures:  # else a logged traceback may hold on to a request
-        if world.batching.batch.store.used_count:
+        if chunks_used(world.batching.batch.store):
             gc.collect()
-        assert not world.batching.batch.store.used_count, "ids of ended choices are left"
+        assert not chunks_used(world.batching.batch.store), "ids of ended choices are left"
     return world
 
 
@@ -201,7 +202,7 @@ def with_threads(seed: int) -> None:
     world.batching.flush()
     world.pools.finished(side.last.step if side.last else 0)
     assert world.pools.free() == [pool.total for pool in world.pools.pools]
-    assert len(world.batching._timeouts) == 0
+    assert not world.batching._timeouts._due_s
 
 
 # Which seed is of which kind.

@@ -237,6 +237,11 @@ class FakeEngine:
         self._lengths[key] = length + 1
 
 
+def chunks_used(store: TokenStore) -> int:
+    """How many chunks hold ids of choices."""
+    return len(store.ids) - len(store._free)
+
+
 class ColumnReader:
     """Expands what one worker sends one detokenizer to rows."""
 

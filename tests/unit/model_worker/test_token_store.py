@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from tests.support.worker import ints
+from tests.support.worker import chunks_used, ints
 
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, OutputIds, TokenStore
 
@@ -22,7 +22,7 @@ def append(store: TokenStore, outputs: OutputIds, length: int, token: int, logpr
 def test_choice_begins_with_the_ids_that_it_brings(length: int) -> None:
     outputs = TokenStore().open(np.arange(length, dtype=np.int32))
     assert outputs.read(0, length).tolist() == list(range(length))
-    assert outputs._store.used_count == -(-length // CHUNK_TOKENS)
+    assert chunks_used(outputs._store) == -(-length // CHUNK_TOKENS)
 
 
 def test_any_range_of_a_choice_is_read_whatever_is_appended_to_others() -> None:
@@ -35,7 +35,7 @@ def test_any_range_of_a_choice_is_read_whatever_is_appended_to_others() -> None:
         length, token = len(written[which]), chance.randrange(50_000)
         append(store, choices[which], length, token, -float(token))
         written[which].append(token)
-    assert store.used_count > 64
+    assert chunks_used(store) > 64
     for outputs, ids in zip(choices, written, strict=True):
         for _ in range(5):
             start = chance.randint(0, len(ids))
@@ -55,9 +55,9 @@ def test_what_was_read_does_not_change_when_its_chunk_is_used_again() -> None:
     outputs = store.open(ints(1, 2, 3))
     ids = outputs.read(0, 3)
     del outputs
-    assert store.used_count == 0
+    assert chunks_used(store) == 0
     others = [store.open(np.full(CHUNK_TOKENS, 9, np.int32)) for _ in range(64)]
-    assert store.used_count == len(others)
+    assert chunks_used(store) == len(others)
     assert ids.tolist() == [1, 2, 3]
 
 
@@ -66,9 +66,9 @@ def test_chunks_are_freed_with_the_last_reference() -> None:
     first = store.open(np.zeros(CHUNK_TOKENS + 1, np.int32))
     second = first
     del first
-    assert store.used_count == 2
+    assert chunks_used(store) == 2
     del second
-    assert store.used_count == 0
+    assert chunks_used(store) == 0
 
 
 def test_logprobs_of_ids_that_a_choice_brings_are_unknown() -> None:

@@ -238,11 +238,6 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     window: PoolUse | None = None  # of the sliding-window group with the fewest available
     states: PoolUse | None = None  # likewise
 
-    @property
-    def pages_available(self) -> int:
-        """Pages available to a new request; negative if more are reserved than there are."""
-        return self.pages_free + self.pages_evictable - self.pages_reserved
-
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Pages of one group: all, the free ones, and those that only the prefix cache holds."""

@@ -29,9 +29,6 @@ class Timeouts:
         self._running_s = limits.running_timeout_s
         self._due_s: dict[Request, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._due_s)
-
     def arrived(self, request: Request) -> None:
         """Start the queue timeout, counted from when the request was first queued anywhere."""
         if self._queue_s is not None:

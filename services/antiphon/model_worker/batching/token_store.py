@@ -32,11 +32,6 @@ class TokenStore:
         self.logprobs: Floats = np.full((_CHUNKS, CHUNK_TOKENS), np.nan, np.float32)
         self._free = deque(range(_CHUNKS))
 
-    @property
-    def used_count(self) -> int:
-        """Number of chunks in use."""
-        return len(self.ids) - len(self._free)
-
     def open(self, ids: Ints) -> OutputIds:
         """A new choice's output ids, which begin with these."""
         outputs = OutputIds(self)

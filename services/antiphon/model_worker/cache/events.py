@@ -72,9 +72,6 @@ class EventLog:
         self._newest: deque[KvEvent] = deque(maxlen=events_max)
         self._parents: dict[bytes, bytes] = {}  # of present blocks, oldest first
 
-    def __len__(self) -> int:
-        return len(self._parents)
-
     def add(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             self.seq += 1

@@ -99,9 +99,6 @@ class AttemptTombstones:
         self._old: dict[RequestId, Attempt] = {}
         self._aged_at_ms = 0
 
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
     def add(self, request_id: RequestId, attempt: Attempt) -> None:
         self._young[request_id] = max(attempt, self._young.get(request_id, attempt))
 

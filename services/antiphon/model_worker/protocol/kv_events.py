@@ -36,10 +36,6 @@ class KvEventPublisher:
     def seq(self) -> int:
         return self._log.seq
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def add(self, events: Sequence[KvEvent]) -> None:
         self._log.add(events)
         self._unsent += events
