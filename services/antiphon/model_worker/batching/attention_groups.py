@@ -27,7 +27,7 @@ from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.cache.key import CacheKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.page_budget import Capacity
@@ -257,11 +257,8 @@ class AttentionGroups:
         if failed:
             raise failed[0]
 
-    def wants_drafts(self, rows: GroupedRows) -> bool:
-        return False  # no draft model
-
-    def note_drafts(self, rows: GroupedRows, drafts: Ints) -> None:
-        raise AssertionError("no draft model")
+    def note_drafts(self, rows: GroupedRows, read: Callable[[], Ints]) -> None:
+        """There is no draft model."""
 
     def is_current(self, rows: GroupedRows) -> Flags:
         pairs = zip(self.cores, rows.groups, strict=True)

@@ -248,15 +248,13 @@ class EngineCore:
     def repeat(self, rows: StepRows) -> StepRows:
         return self.batch.repeat(rows)
 
-    def wants_drafts(self, rows: StepRows) -> bool:
-        """Whether masks depend on the drafts that a draft model makes after these rows."""
+    def note_drafts(self, rows: StepRows, read: Callable[[], Ints]) -> None:
+        """Read what a draft model makes after these rows, if masks depend on it."""
         batch = self.batch
         if rows.draft_counts is None or not batch.grammars:
-            return False
-        return bool(np.count_nonzero(rows.draft_counts[batch.has_grammar[rows.slots.at]]))
-
-    def note_drafts(self, rows: StepRows, drafts: Ints) -> None:
-        self.batch.note_drafts(rows, drafts)
+            return
+        if np.count_nonzero(rows.draft_counts[batch.has_grammar[rows.slots.at]]):
+            batch.note_drafts(rows, read())
 
     def launched(self, step: int) -> None:
         """Note that the runner has the plan of a step, and with it all changes by slot."""

@@ -391,7 +391,8 @@ class BatchingLoop(Generic[Rows]):
         """Wait for a plan and commit it; if it failed, find the request at fault."""
         if (outcome := self._read(launched)) is not None:
             self._commit(launched.rows, outcome)
-            self._note_drafts(launched)
+            if launched.flight is not None:
+                self._core.note_drafts(launched.rows, launched.flight.drafts)
             return
         invalid = list(self._flights)
         self._flights.clear()
@@ -404,12 +405,6 @@ class BatchingLoop(Generic[Rows]):
         self._bisect(launched.rows)
         for later in invalid:
             self._core.discard_launched(later.rows)
-
-    def _note_drafts(self, launched: LaunchedStep[Rows]) -> None:
-        """Note what a draft model has made for rows with a grammar: their masks depend on it."""
-        rows, flight = launched.rows, launched.flight
-        if flight is not None and self._core.wants_drafts(rows):
-            self._core.note_drafts(rows, flight.drafts())
 
     def _bisect(self, rows: Rows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
