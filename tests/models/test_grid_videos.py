@@ -32,6 +32,7 @@ from tests.support.qwen_vl import (
 )
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import check_rows, opened
+from tests.support.worker import limits
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.glm4v.video_processing_glm4v import smart_resize as smart_resize_glm
@@ -256,7 +257,7 @@ def test_prompts_and_positions_are_those_of_transformers(folder: Path) -> None:
     encoded = prompt(folder, [IMAGE, VIDEO, IMAGE], text)
     ids = np.array(unpack_ids(encoded.token_ids), np.int32)
     media = tuple(Medium(span=span, width=1, height=1, claim=CLAIM) for span in encoded.media)
-    check_media(media, ids, sees=True, grids=True)
+    check_media(media, ids, limits(media_width=1, media_grids=True))
     places = [placeholders(each, ids) for each in media]
     found, offset = media_positions(zip(encoded.media, places, strict=True))
     rest = np.tile(np.arange(found.shape[1], len(ids)) + offset, (3, 1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
-from tests.support.worker import state, step_plan
+from tests.support.worker import limits, state, step_plan
 from tests.unit.model_worker.steps import Steps, spans
 
 from antiphon.model_worker.batching.joint_plan import join_plans, offsets
@@ -28,7 +27,6 @@ from antiphon.wire.namespaces import PageOrigin, key_ids, medium_key, prompt_dig
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import StepPlan
     from antiphon.model_worker.batching.rows import StepRows
-    from antiphon.model_worker.batching.state import RequestState
 
 WIDTH = 3
 PLACEHOLDER = 50
@@ -73,15 +71,6 @@ class FakeStore:
             for index, each in load.media.items()
         }
         self._batching.land(MediaLoaded(load.key, load.number, rows))
-
-
-@dataclass
-class Waiting:
-    """A request as the loader sees it."""
-
-    key: ChoiceKey
-    state: RequestState
-    media: RequestMedia
 
 
 def rows_of(index: int, tokens: int) -> np.ndarray:
@@ -480,9 +469,7 @@ def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> Non
     """More may be lacking than before: of a prompt that was cached, pages are evicted."""
     steps, store = world()
     asked = state(prompt(1, -3, 1, -2, 1), media=(medium(1, 3), medium(5, 2, 2)))
-    request = Waiting(
-        ChoiceKey(1), asked, RequestMedia(asked.media, np.frombuffer(asked.prompt_ids, np.int32))
-    )
+    request = steps.batching._request(ChoiceKey(1), asked, 0.0, None)
     loader = steps.batching.batch.media
     assert loader.wait(request, 4)
     store.land(store.loads[0])
@@ -540,8 +527,8 @@ def grid(start: int, rows: int, columns: int) -> Medium:
 
 def test_a_grid_is_whole_and_only_where_positions_have_axes() -> None:
     ids = np.array(prompt(2, -6, 2), np.int32)
-    check_media([grid(2, 2, 3)], ids, sees=True, grids=True)
-    check_media([medium(2, 6)], ids, sees=True)
+    check_media([grid(2, 2, 3)], ids, limits(media_width=WIDTH, media_grids=True))
+    check_media([medium(2, 6)], ids, limits(media_width=WIDTH))
     wrong = [
         (medium(2, 6), True, "no grid"),
         (grid(2, 2, 3), False, "has a grid"),
@@ -549,7 +536,7 @@ def test_a_grid_is_whole_and_only_where_positions_have_axes() -> None:
     ]
     for found, grids, reason in wrong:
         with pytest.raises(InvalidRequest, match=reason):
-            check_media([found], ids, sees=True, grids=grids)
+            check_media([found], ids, limits(media_width=WIDTH, media_grids=grids))
 
 
 def _columns(columns: int) -> MediumSpan:

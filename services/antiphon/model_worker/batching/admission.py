@@ -46,17 +46,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
     check_alignment(state, limits)
-    prompt = ids[:prompt_tokens]
-    sees, grids = limits.media_width is not None, limits.media_grids
-    source = limits.source_shape
-    check_media(
-        state.media,
-        prompt,
-        sees=sees,
-        grids=grids,
-        span_tokens=limits.span_tokens,
-        source_tokens=None if source is None else source[0],
-    )
+    check_media(state.media, ids[:prompt_tokens], limits)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

@@ -15,19 +15,14 @@ import msgspec
 
 from antiphon.model_worker.batching.plan import Floats, Ints
 from antiphon.model_worker.batching.positions import grid_runs
-from antiphon.model_worker.batching.state import (
-    ChoiceKey,
-    MediumRows,
-    RequestMedia,
-    RequestState,
-    placeholders,
-)
+from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, MediumRows, placeholders
 from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId, TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.model_worker.batching.request import Request
     from antiphon.wire.media import Medium
 
 
@@ -69,19 +64,6 @@ class MediaStore(Protocol):
         ...
 
 
-class MediaRequest(Protocol):
-    """What a loader sees of a request."""
-
-    @property
-    def key(self) -> ChoiceKey: ...
-
-    @property
-    def state(self) -> RequestState: ...
-
-    @property
-    def media(self) -> RequestMedia | None: ...
-
-
 class MediaLoader:
     """Loads the embeddings that requests of one engine core wait for.
 
@@ -94,7 +76,7 @@ class MediaLoader:
         self._rows_max: int | None = None
         self._whole = False
         self.tower = ""
-        self._loading: dict[ChoiceKey, MediaRequest] = {}
+        self._loading: dict[ChoiceKey, Request] = {}
 
     def __bool__(self) -> bool:
         return bool(self._loading)
@@ -103,7 +85,7 @@ class MediaLoader:
         """Load from a store, at most `rows_max` rows of a request at a time; `whole`: no parts."""
         self._store, self._rows_max, self._whole = store, rows_max, whole
 
-    def wait(self, request: MediaRequest, tokens: int) -> bool:
+    def wait(self, request: Request, tokens: int) -> bool:
         """Whether a request, so many tokens of which are computed, must wait for embeddings.
 
         The next rows are loaded from here on, in one load: what an earlier one has brought
@@ -135,7 +117,7 @@ class MediaLoader:
         )
         return True
 
-    def ready(self, request: MediaRequest, start: int, end: int) -> int:
+    def ready(self, request: Request, start: int, end: int) -> int:
         """Up to which token, at most `end`, a prefill can go on from `start`.
 
         If that is `start`, it waits for the next rows, which are loaded from here on.
@@ -159,7 +141,7 @@ class MediaLoader:
         request.media.put(done.embeddings)
         return True
 
-    def release(self, request: MediaRequest) -> None:
+    def release(self, request: Request) -> None:
         """Free the embeddings of a request that needs them no more, or has given up its slot."""
         media = request.media
         if media is not None and media.clear():
@@ -168,29 +150,20 @@ class MediaLoader:
                 self._store.release(request.key, media.number)
 
 
-def check_media(
-    media: Sequence[Medium],
-    prompt: Ints,
-    *,
-    sees: bool,
-    grids: bool = False,
-    span_tokens: int | None = None,
-    source_tokens: int | None = None,
-) -> None:
+def check_media(media: Sequence[Medium], prompt: Ints, limits: EngineLimits) -> None:
     """Refuse media that this model does not take, or whose places are not in the prompt (P,).
-
-    With `grids` each must have columns. A model that attends to `source_tokens` beside the prompt
-    takes one medium of so many rows, without tokens.
 
     Raises:
         Unsupported: The model takes no media.
         InvalidRequest: Places are not in the prompt, or not in order, or have other placeholders.
     """
-    if media and not sees:
+    grids, span_tokens = limits.media_grids, limits.span_tokens
+    if media and limits.media_width is None:
         raise Unsupported("this model takes no images", param="media")
-    if source_tokens is not None:
-        if len(media) > 1 or any(m.span.tokens or m.span.rows != source_tokens for m in media):
-            text = f"this model takes one medium of {source_tokens} rows, beside the prompt"
+    if limits.source_shape is not None:
+        rows, _ = limits.source_shape
+        if len(media) > 1 or any(m.span.tokens or m.span.rows != rows for m in media):
+            text = f"this model takes one medium of {rows} rows, beside the prompt"
             raise InvalidRequest(text, param="media")
         return
     end = 0

@@ -161,15 +161,7 @@ class RequestMedia:
         position_offset: What positions of tokens behind these are beyond their indices.
     """
 
-    __slots__ = (
-        "_places",
-        "_rows",
-        "loading",
-        "media",
-        "number",
-        "position_offset",
-        "positions",
-    )  # fmt: skip
+    __slots__ = ("_places", "_rows", "loading", "media", "number", "position_offset", "positions")
 
     def __init__(self, media: tuple[Medium, ...], prompt: Ints) -> None:
         self.media = media
