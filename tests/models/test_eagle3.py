@@ -214,7 +214,7 @@ def test_the_settings_open_a_draft_head(tmp_path: Path) -> None:
     assert engine.resolved.draft.value.token_bytes.value * draft.page_tokens == draft.page_bytes
     drafted = worker.run(*states)
     assert [one.ids for one in drafted] == [other.ids for other in plain]
-    assert engine.core.draft_counts.proposed > 0
+    assert engine.core.totals().drafts_proposed > 0
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:

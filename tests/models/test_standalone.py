@@ -283,5 +283,5 @@ def test_the_settings_open_a_draft_model_whose_drafts_change_nothing_under_a_gra
         drafted = worker.run(*states)
         assert [one.ids for one in drafted] == [other.ids for other in plain]
         assert [one.finish for one in drafted] == [other.finish for other in plain]
-        assert worker.engine.core.draft_counts.accepted > 50 * (1 + ahead)
+        assert worker.engine.core.totals().drafts_accepted > 50 * (1 + ahead)
         forward.close()

@@ -63,9 +63,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import PlanRunner
-    from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.batching.state import CoreTotals, RequestState
     from antiphon.model_worker.model.load import LoadedModel
-    from antiphon.model_worker.speculation.policy import DraftCounts
     from antiphon.wire.media import Medium
 
 OUTPUTS = (5, 3, 5, 3)
@@ -299,7 +298,7 @@ def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:
 
 def check_drafts(
     folder: Path, draft: Callable[[LoadedModel, list[int]], DraftModel], count: int
-) -> DraftCounts:
+) -> CoreTotals:
     """With drafts, as many as there may be, requests generate what they do without on the CPU.
 
     `draft` makes the draft model beside a served one whose first request has these tokens.
@@ -315,7 +314,7 @@ def check_drafts(
     loop = ModelLoop(OpenModel(runner, groups, loaded.spec, draft=drafts), chunk_tokens=20)
     for got, wanted in zip(loop.run(asked), expected, strict=True):
         compare(got, wanted, rounding=1e-4)
-    return loop.core.draft_counts
+    return loop.core.totals()
 
 
 def test_a_draft_model_drafts_on_a_device(tmp_path: Path) -> None:
@@ -325,7 +324,7 @@ def test_a_draft_model_drafts_on_a_device(tmp_path: Path) -> None:
     def itself(loaded: LoadedModel, _: list[int]) -> DraftModel:
         return DraftModel(loaded, page_tokens=4, pages=100)
 
-    assert check_drafts(folder, itself, 2).accepted > 0
+    assert check_drafts(folder, itself, 2).drafts_accepted > 0
 
 
 @pytest.mark.long
@@ -337,8 +336,8 @@ def test_a_draft_head_drafts_on_a_device(tmp_path: Path) -> None:
         own = load(head, dtype="float32", device="interpreter")
         return DraftHeadModel(own, loaded, page_tokens=4, pages=100)
 
-    counts = check_drafts(write_llama(tmp_path / "model"), beside, 4)
-    assert 0 < counts.accepted < counts.proposed
+    totals = check_drafts(write_llama(tmp_path / "model"), beside, 4)
+    assert 0 < totals.drafts_accepted < totals.drafts_proposed
 
 
 def test_chunks_of_prompts_have_logprobs_of_their_own(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ class EngineCore:
             speculation=speculation,
         )
 
-    @property
-    def draft_counts(self) -> DraftCounts:
-        """Verify rows and drafts since start."""
-        return _NO_DRAFTS if self.speculation is None else self.speculation.counts
-
     def __contains__(self, key: ChoiceKey) -> bool:
         return key in self._requests
 
@@ -425,7 +420,8 @@ class EngineCore:
         return self.waiting.backlog()
 
     def totals(self) -> CoreTotals:
-        planner, drafts = self.planner, self.draft_counts
+        planner = self.planner
+        drafts = DraftCounts() if self.speculation is None else self.speculation.counts
         return CoreTotals(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -506,6 +502,3 @@ class EngineCore:
             self.speculation.ended(request)
         request.end()
         del self._requests[request.key]
-
-
-_NO_DRAFTS = DraftCounts()

@@ -125,11 +125,11 @@ class StepPlanner:
 
         Only the candidates of a step are touched, which bounds the cost.
         """
-        steps = self._batch.steps
+        batch = self._batch
         for request in reversed(self._waiting.head()):
-            if request.touched is None or steps - request.touched >= TOUCH_STEPS:
-                request.touched = steps
-                self._batch.prefixes.touch(request)
+            if request.touched is None or batch.steps - request.touched >= TOUCH_STEPS:
+                request.touched = batch.steps
+                batch.index.touch(batch.prefixes.key_of(request))
 
     def _decodes(self, budget: TokenBudget) -> SlotSet:
         """All requests whose next token can be computed: none is left out, unless pages are."""
@@ -265,13 +265,16 @@ class StepPlanner:
         return end
 
     def _should_wait(self, request: Request) -> bool:
-        """Whether it cannot start yet, or should wait for another prefill of its prefix."""
+        """Whether it cannot start yet, or should wait for another prefill of its prefix.
+
+        Embeddings that it lacks are loaded from here on.
+        """
         if request.stalled or request.fetching:
             return True
-        batch = self._batch
-        if not request.urgent and batch.prefixes.should_wait(request):
+        prefixes, media = self._batch.prefixes, self._batch.media
+        if not request.urgent and prefixes.should_wait(request):
             return True
-        return batch.lacks_media(request)
+        return request.media is not None and media.wait(request, prefixes.tokens(request))
 
     def _fetch(self, request: Request, now: float) -> bool:
         """Let a request wait for blocks of a page store, if enough of it may be there."""

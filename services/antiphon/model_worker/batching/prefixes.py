@@ -71,10 +71,6 @@ class Prefixes:
             request.prefix = (generation, self._index.peek(self.key_of(request)))
         return request.prefix[1]
 
-    def touch(self, request: Request) -> None:
-        """Protect the cached prefix of a waiting request that is about to start from eviction."""
-        self._index.touch(self.key_of(request))
-
     def tokens(self, request: Request) -> int:
         """Tokens of a waiting request that `table` would hold."""
         return max(self.cached(request).length, self._pending_tokens(request))

@@ -115,10 +115,6 @@ class RunningBatch(SlotArrays):
         prefixes.origin = msgspec.structs.replace(prefixes.origin, tower=tower)
         self.media.tower = tower
 
-    def lacks_media(self, request: Request) -> bool:
-        """Whether a waiting request must wait for embeddings, which are loaded then."""
-        return request.media is not None and self.media.wait(request, self.prefixes.tokens(request))
-
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
         """Insert the computed tokens into the prefix cache, unless it was cleared meanwhile.
 

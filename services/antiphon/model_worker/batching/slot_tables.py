@@ -42,11 +42,8 @@ class ChangeLog:
 
     def set(self, group: int, slot: int, place: int, pages: Sequence[int]) -> None:
         """Note new entries of the page table of a slot, from `place` on."""
-        self._changed = True
-        entries, count = self._entries[group], len(pages)
-        entries.slots += [slot] * count
-        entries.places += range(place, place + count)
-        entries.pages += pages
+        count = len(pages)
+        self.add(group, [slot] * count, range(place, place + count), pages)
 
     def add(
         self, group: int, slots: Sequence[int], places: Sequence[int], pages: Sequence[int]
