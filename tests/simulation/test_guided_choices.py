@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import both, next_token
+from tests.support.matchers import advance_inline
 from tests.support.reports import ProgressReader, new_ids
 from tests.support.worker import limits, page_group
 
@@ -204,12 +205,8 @@ class World:
         if drafts_max:
             drafter = None if draft_model else self.oracle
             self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
-        self.batching = EngineCore(
-            sizes,
-            CachePools(groups),
-            matcher_executor=self.slow,
-            speculation=self.speculation,
-        )
+        self.batching = EngineCore(sizes, CachePools(groups), speculation=self.speculation)
+        advance_inline(self.batching, self.slow)
         self.runner = MaskedRunner(groups, VOCAB_SIZE, seed)
         self.runner.draft_stumbles = stumbles / 2
         self.loop = BatchingLoop(

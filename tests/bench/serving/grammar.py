@@ -146,7 +146,7 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
     from antiphon.kernels.op import DeviceCapability  # noqa: PLC0415
     from antiphon.model_worker.batching.logits import LogitsProcessors  # noqa: PLC0415
     from antiphon.model_worker.batching.rows import SlotSet, StepRows  # noqa: PLC0415
-    from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
+    from antiphon.model_worker.grammar.executor import MatcherExecutor, MatcherTask  # noqa: PLC0415
     from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 
     took: dict[str, list[float]] = defaultdict(list)
@@ -157,7 +157,7 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
         took[name].append(now - began_s)
         return now
 
-    dice, walker = np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
+    dice, walker = np.random.default_rng(0), MatcherExecutor(patience_s=1.0)
     chosen = ops.select(DeviceCapability("cpu"))
     guides = [
         GrammarMatcher(compiled.start(()), vocab_size, compiled.eos_ids(())) for _ in range(rows)

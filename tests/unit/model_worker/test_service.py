@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from tests.simulation.hash_runner import HashRunner
+from tests.support.matchers import advance_inline
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
@@ -119,7 +120,7 @@ def open_hash_engine(settings: Settings) -> Engine:
         end_ids=frozenset(),
         weights_digest="",
     )
-    core = EngineCore(small, pools, RadixIndex(pools, tracker=BlockTracker()))
+    core = advance_inline(EngineCore(small, pools, RadixIndex(pools, tracker=BlockTracker())))
     return Engine(core, HashRunner(pools.groups, VOCAB_SIZE))
 
 

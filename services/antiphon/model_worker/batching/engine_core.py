@@ -28,7 +28,7 @@ from antiphon.model_worker.batching.state import (
 from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.batching.waiting_queue import QueueRules, WaitingQueue
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.grammar.executor import MatcherExecutor, PendingGrammarRows
+from antiphon.model_worker.grammar.executor import PendingGrammarRows
 from antiphon.model_worker.speculation.policy import DraftCounts
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.base import FinishReason
@@ -76,7 +76,6 @@ class EngineCore:
         index: RadixIndex | None = None,
         rules: QueueRules | None = None,
         origin: PageOrigin | None = None,
-        matcher_executor: MatcherExecutor | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         assert limits.context_tokens <= pools.tokens_max, "the longest request would never fit"
@@ -90,9 +89,7 @@ class EngineCore:
         self.batch = RunningBatch(limits, pools, self.index, origin)
         self.running = self.batch.running
         self._timeouts = Timeouts(limits)
-        self._pending_grammar = PendingGrammarRows(
-            matcher_executor or MatcherExecutor(), limits.follow_timeout_s
-        )
+        self._pending_grammar = PendingGrammarRows(limits.follow_timeout_s)
         self.speculation = speculation
         self.planner = StepPlanner(
             limits, self.rules, self.batch, self.waiting, self._timeouts, speculation

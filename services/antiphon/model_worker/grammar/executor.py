@@ -64,21 +64,6 @@ class MatcherTask:
 
 
 class MatcherExecutor:
-    """Runs tasks on the calling thread, however long they take."""
-
-    def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        """Start tasks. Most are done on return; the others finish later."""
-        for task in tasks:
-            task.run()
-
-    def wait(self) -> None:
-        """Wait a short time for unfinished tasks."""
-
-    def cancel(self, task: MatcherTask) -> None:
-        """Abandon a task whose result is no longer needed. It may never finish."""
-
-
-class ThreadedMatcherExecutor(MatcherExecutor):
     """Runs tasks in two threads: one for matchers that were slow once, one for all others.
 
     A task cannot be interrupted. When one blocks the quick lane, its thread is detached and a new
@@ -95,6 +80,7 @@ class ThreadedMatcherExecutor(MatcherExecutor):
         self._stuck = 0
 
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
+        """Start tasks. Most are done on return; the others finish later."""
         if not tasks:
             return
         with self._changed:
@@ -112,10 +98,12 @@ class ThreadedMatcherExecutor(MatcherExecutor):
                 self._detach(self._fast)
 
     def wait(self) -> None:
+        """Wait a short time for unfinished tasks."""
         with self._changed:
             self._changed.wait(self._patience_s)
 
     def cancel(self, task: MatcherTask) -> None:
+        """Abandon a task whose result is no longer needed. It may never finish."""
         with self._changed:
             for lane in (self._fast, self._slow):
                 if task in lane.waiting:
@@ -190,8 +178,8 @@ class PendingGrammarRows:
     the machine.
     """
 
-    def __init__(self, executor: MatcherExecutor, timeout_s: float) -> None:
-        self.executor = executor
+    def __init__(self, timeout_s: float) -> None:
+        self.executor = MatcherExecutor()
         self._timeout_s = timeout_s
         self._rows: list[PendingGrammarRow] = []
 

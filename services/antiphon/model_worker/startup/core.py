@@ -13,7 +13,6 @@ from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 from antiphon.model_worker.speculation.ngram import NgramDrafter
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
@@ -76,7 +75,6 @@ def open_engine_core(
             kv_scales=kv_scales,
             layout=f"{_layout(resolved)}, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
         ),
-        matcher_executor=ThreadedMatcherExecutor(),
         speculation=_speculation(settings, resolved, first),
     )
 

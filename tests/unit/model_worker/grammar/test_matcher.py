@@ -20,7 +20,7 @@ from tests.unit.model_worker.grammar.json_schemas import check, random_pattern, 
 from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
 from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 
-from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor
+from antiphon.model_worker.grammar.executor import MatcherExecutor, MatcherTask
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.model_worker.grammar.source import GrammarSource, source_of
 from antiphon.model_worker.grammar.xgrammar_backend import (
@@ -266,7 +266,7 @@ def test_an_ambiguous_answer_keeps_no_other_waiting(
     slow = [guide_of(monster, vocabulary) for _ in range(16)]
     plain = guide_of(compiled(GrammarKind.REGEX, "a*"), vocabulary)
     letter = vocabulary.tokens.index(b"a")
-    threads = ThreadedMatcherExecutor(patience_s=0.02)
+    threads = MatcherExecutor(patience_s=0.02)
     on_the_way: list[MatcherTask] = []
     left_behind = 0
     for _ in range(25):
@@ -497,7 +497,7 @@ def released() -> Iterator[threading.Event]:
 
 
 def submitted(
-    threads: ThreadedMatcherExecutor, guides: list[GrammarMatcher], token: int
+    threads: MatcherExecutor, guides: list[GrammarMatcher], token: int
 ) -> tuple[list[MatcherTask], float]:
     """Tasks that advance each matcher by a token, and how long the loop waited for them."""
     tasks = [MatcherTask(each, [token]) for each in guides]
@@ -506,7 +506,7 @@ def submitted(
     return tasks, time.perf_counter() - began
 
 
-def finished(threads: ThreadedMatcherExecutor, tasks: list[MatcherTask]) -> bool:
+def finished(threads: MatcherExecutor, tasks: list[MatcherTask]) -> bool:
     until = time.perf_counter() + 10
     while not all(task.done for task in tasks) and time.perf_counter() < until:
         threads.wait()
@@ -514,7 +514,7 @@ def finished(threads: ThreadedMatcherExecutor, tasks: list[MatcherTask]) -> bool
 
 
 def test_tasks_that_take_no_time_are_done_at_once() -> None:
-    threads = ThreadedMatcherExecutor(patience_s=10.0)
+    threads = MatcherExecutor(patience_s=10.0)
     guides = [guide(Word("ca")) for _ in range(64)]
     for token, ends in ((C, None), (A, None), (END, FinishReason.STOP)):
         tasks, _ = submitted(threads, guides, token)
@@ -527,7 +527,7 @@ def test_tasks_that_take_no_time_are_done_at_once() -> None:
 def test_a_stuck_matcher_delays_neither_the_step_nor_the_others(
     released: threading.Event,
 ) -> None:
-    threads = ThreadedMatcherExecutor(PATIENCE_S)
+    threads = MatcherExecutor(PATIENCE_S)
     stuck, others = guide(Stuck("cab", released)), [guide(Word("cab")) for _ in range(8)]
     submitted(threads, [stuck, *others], C)
     tasks, kept_s = submitted(threads, [stuck, *others], A)
@@ -541,7 +541,7 @@ def test_a_stuck_matcher_delays_neither_the_step_nor_the_others(
 
 
 def test_a_step_is_bounded_however_many_are_stuck(released: threading.Event) -> None:
-    threads = ThreadedMatcherExecutor(PATIENCE_S, stuck_max=2)
+    threads = MatcherExecutor(PATIENCE_S, stuck_max=2)
     guides = [guide(Stuck("cab", released)) for _ in range(64)]
     submitted(threads, guides, C)
     tasks, kept_s = submitted(threads, guides, A)
@@ -559,7 +559,7 @@ def test_a_step_is_bounded_however_many_are_stuck(released: threading.Event) -> 
 def test_a_cancelled_task_does_not_hold_up_the_slow_ones(
     released: threading.Event,
 ) -> None:
-    threads = ThreadedMatcherExecutor(PATIENCE_S)
+    threads = MatcherExecutor(PATIENCE_S)
     gone, slow = guide(Stuck("cab", released)), guide(Word("cab"))
     gone.slow = slow.slow = True
     threads.submit([MatcherTask(gone, [C])])
@@ -575,7 +575,7 @@ def test_a_cancelled_task_does_not_hold_up_the_slow_ones(
 
 
 def test_an_unexpected_error_is_raised_in_the_loop() -> None:
-    threads = ThreadedMatcherExecutor(patience_s=10.0)
+    threads = MatcherExecutor(patience_s=10.0)
     tasks, _ = submitted(threads, [guide(Broken("cab"))], C)
     with pytest.raises(ZeroDivisionError):
         tasks[0].result()
