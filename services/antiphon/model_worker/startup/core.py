@@ -29,8 +29,8 @@ class Sees(NamedTuple):
     """What the engine knows of a model that takes media: see `EngineLimits`."""
 
     width: int
-    grids: bool
-    span_tokens: int | None
+    grids: bool = False
+    span_tokens: int | None = None
     source: int | None = None
     """Tokens of a medium that is attended to beside the prompt."""
     source_heads: tuple[int, int] = (0, 0)

@@ -206,37 +206,25 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     resolved = msgspec.structs.replace(resolved, decoder=decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     resolved = capture(settings, resolved, model)
-    pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if audio is not None:
         sees = Sees(
-            card.hidden_size,
-            grids=False,
-            span_tokens=None,
-            source=audio.source_tokens,
-            source_heads=model.spec.cross_heads,
+            card.hidden_size, source=audio.source_tokens, source_heads=model.spec.cross_heads
         )
     if prompts is not None:
-        sees = Sees(card.hidden_size, grids=False, span_tokens=None)
+        sees = Sees(card.hidden_size)
     if vision is not None:
         width = vision.row_width(card.hidden_size)
-        sees = Sees(width, grids=model.spec.position_axes, span_tokens=span_tokens)
-    core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
-    groups = None
+        sees = Sees(width, model.spec.position_axes, span_tokens)
+
+    def open_core(first: EngineCore | None = None) -> EngineCore:
+        pools, vocabulary = CachePools(model.groups), model.spec.vocabulary
+        scales = model.kv_scales
+        return open_engine_core(settings, resolved, pools, vocabulary, scales, first, sees=sees)
+
+    core, groups = open_core(), None
     if (count := resolved.attention_groups.value) > 1:
-        others = [
-            open_engine_core(
-                settings,
-                resolved,
-                CachePools(model.groups),
-                vocab_size,
-                model.kv_scales,
-                core,
-                sees=sees,
-            )
-            for _ in range(1, count)
-        ]
-        groups = AttentionGroups([core, *others])
+        groups = AttentionGroups([core, *(open_core(core) for _ in range(1, count))])
     compiler = _compiler(settings, resolved, core.limits)
     shards = None
     if settings.cache.hierarchical:
