@@ -152,14 +152,14 @@ class ModelWorker:
             grammars,
             runtime.group,
             counts,
-            hand_over=self._submit_with_matcher,
+            hand_over=self._submit,
             refuse=self._refuse,
         )
         self._prompts = PromptFetcher(
             runtime,
             bytes_max=ID_BYTES * limits.context_tokens,
-            fetched=self._on_prompt,
-            failed=self._on_lost_prompt,
+            fetched=lambda fetch, ids: self._apply(self._output.prompt_fetched, fetch, ids),
+            failed=lambda fetch, error: self._apply(self._output.prompt_failed, fetch, error),
         )
         self._hands_back = False
         self._control = ControlEndpoint(
@@ -368,9 +368,6 @@ class ModelWorker:
     def _on_command(self, batch: CommandBatch) -> None:
         commands, requeued = self._output.commands, self._output.requeued_count
         refused, unelected = commands.refused, commands.unelected_count
-        if not self._busy:
-            # The age of a step shows a stall: idle time before it must not count.
-            self._stepped_at = self._runtime.clock.now()
         now_ms = self._runtime.clock.unix_ms()
         offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
         self._apply(self._output.command, batch, now_ms, offset_ms)
@@ -431,6 +428,7 @@ class ModelWorker:
         self, event: Callable[P, Iterable[Action]], *args: P.args, **named: P.kwargs
     ) -> None:
         """Give an event to the output machine, do what follows, and send what is new."""
+        self._note_idle()
         with self._sender.lock:
             for action in event(*args, **named):
                 try:
@@ -476,20 +474,13 @@ class ModelWorker:
         elsewhere = len(self._grammar_queue) + self._output.fetching_count
         return self._output.live_count > elsewhere
 
-    def _on_prompt(self, fetch: FetchPrompt, prompt_ids: bytes) -> None:
+    def _note_idle(self) -> None:
+        """The age of a step shows a stall: idle time before it must not count."""
         if not self._busy:
             self._stepped_at = self._runtime.clock.now()
-        self._apply(self._output.prompt_fetched, fetch, prompt_ids)
-
-    def _on_lost_prompt(self, fetch: FetchPrompt, error: EngineError) -> None:
-        self._apply(self._output.prompt_failed, fetch, error)
-
-    def _submit_with_matcher(self, run: RunChoice, matcher: GrammarMatcher) -> None:
-        if not self._busy:
-            self._stepped_at = self._runtime.clock.now()
-        self._submit(run, matcher)
 
     def _submit(self, run: RunChoice, matcher: GrammarMatcher | None = None) -> None:
+        self._note_idle()
         try:
             self._mailbox.run(run.key, run.state, matcher)
         except Overloaded as error:
