@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from antiphon.config.speculation import MatchType
+from antiphon.config.speculation import MatchType, SpeculationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,27 +14,9 @@ if TYPE_CHECKING:
     from antiphon.model_worker.speculation.text_index import NgramLevel, NgramMatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeShape:
-    """Limits of draft trees.
-
-    Attributes:
-        match_type: The order in which a tree grows.
-        depth_max: Maximum length of a match and its continuation together.
-        breadth_min: Maximum number of children of a node with `depth_max - 1` tokens of context,
-            breadth first.
-        breadth_max: Maximum number of children of a node without context, breadth first; between
-            the two, the limit falls evenly with each token of the match and of the path. Of every
-            node, most probable first.
-    """
-
-    match_type: MatchType
-    depth_max: int
-    breadth_min: int
-    breadth_max: int
-
-
-def best_path(levels: Iterator[NgramLevel], shape: TreeShape, tokens_max: int) -> list[int]:
+def best_path(
+    levels: Iterator[NgramLevel], config: SpeculationConfig, tokens_max: int
+) -> list[int]:
     """Return the path through a draft tree with the most tokens that are expected to be accepted.
 
     The share of a token among the continuations of a node is taken as its probability, so that the
@@ -49,13 +31,13 @@ def best_path(levels: Iterator[NgramLevel], shape: TreeShape, tokens_max: int) -
     Only the longest match is continued. A shorter one has less context, and more continuations: it
     only makes a path longer where the longest match ends, with its text or at the maximum depth.
     """
-    tree = _DraftTree(levels, shape)
+    tree = _DraftTree(levels, config)
     if (node := tree.root()) is None:
         return []
     if (only := tree.only_continuation(node, tokens_max)) is not None:
         return list(only)
     best = node
-    by_probability = shape.match_type is MatchType.PROB
+    by_probability = config.ngram_match is MatchType.PROB
     queue: list[tuple[float, int, _DraftNode]] = []
     grown = 0
     for remaining in range(tokens_max, 0, -1):
@@ -94,10 +76,10 @@ class _DraftNode:
 class _DraftTree:
     """Makes the nodes of a tree from the levels of a context, which are read as they are needed."""
 
-    def __init__(self, levels: Iterator[NgramLevel], shape: TreeShape) -> None:
+    def __init__(self, levels: Iterator[NgramLevel], config: SpeculationConfig) -> None:
         self._unread = levels
         self._levels: list[NgramLevel] = []
-        self._shape = shape
+        self._config = config
         self._longest = 0
 
     def root(self) -> _DraftNode | None:
@@ -109,13 +91,13 @@ class _DraftTree:
     def only_continuation(self, root: _DraftNode, tokens_max: int) -> tuple[int, ...] | None:
         """The path of a tree without a branch: that of most contexts with a long match."""
         first = root.matches[0].continuation
-        if len(first) < tokens_max or self._levels[0].width + tokens_max > self._shape.depth_max:
+        if len(first) < tokens_max or self._levels[0].width + tokens_max > self._config.ngram_depth:
             return None
         return first if all(match.continuation == first for match in root.matches) else None
 
     def children(self, node: _DraftNode) -> Iterator[_DraftNode]:
         depth = len(node.path)
-        context_max = self._shape.depth_max - 1 - depth
+        context_max = self._config.ngram_depth - 1 - depth
         index, matches = self._continuing(node, context_max)
         longest = min(max([match.length for match in matches], default=0), context_max)
         counts: dict[int, int] = {}  # in the order of the matches: the most recent first
@@ -124,7 +106,7 @@ class _DraftTree:
                 token = match.continuation[depth]
                 counts[token] = counts.get(token, 0) + 1
         tokens = list(counts)
-        if self._shape.match_type is MatchType.PROB:
+        if self._config.ngram_match is MatchType.PROB:
             tokens.sort(key=lambda token: -counts[token])
         del tokens[self._breadth(depth) :]
         total = sum(counts[token] for token in tokens)
@@ -139,13 +121,19 @@ class _DraftTree:
             )
 
     def _breadth(self, depth: int) -> int:
-        """Maximum number of children of a node of this depth."""
-        shape = self._shape
-        if shape.match_type is MatchType.PROB:
-            return shape.breadth_max
-        context = min(self._longest + depth, shape.depth_max - 1)
-        span = shape.breadth_max - shape.breadth_min
-        return shape.breadth_max + -context * span // (shape.depth_max - 1)  # rounded down
+        """Maximum number of children of a node of this depth.
+
+        Most probable first it is `ngram_breadth_max`, for all nodes. Breadth first only a node
+        without context has so many; the limit falls evenly with each token of the match and of the
+        path, to `ngram_breadth_min` for a node with `ngram_depth - 1` tokens of context.
+        """
+        config = self._config
+        if config.ngram_match is MatchType.PROB:
+            return config.ngram_breadth_max
+        context_max = config.ngram_depth - 1
+        context = min(self._longest + depth, context_max)
+        span = config.ngram_breadth_max - config.ngram_breadth_min
+        return config.ngram_breadth_max + -context * span // context_max  # rounded down
 
     def _continuing(self, node: _DraftNode, context_max: int) -> tuple[int, list[NgramMatch]]:
         """The first level with matches that continue after the path, and these matches."""

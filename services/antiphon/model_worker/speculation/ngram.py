@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from antiphon.model_worker.speculation.draft_tree import TreeShape, best_path
+from antiphon.model_worker.speculation.draft_tree import best_path
 from antiphon.model_worker.speculation.text_index import TextIndex
 from antiphon.wire.command import CORPORA_MAX
 from antiphon.wire.digests import TOKEN_BYTES
@@ -38,12 +38,6 @@ class NgramDrafter:
         self._config = config
         self._drafts_max = config.verify_tokens - 1
         self.window_max = min(config.ngram_window_max, config.ngram_depth - 1)
-        self._shape = TreeShape(
-            match_type=config.ngram_match,
-            depth_max=config.ngram_depth,
-            breadth_min=config.ngram_breadth_min,
-            breadth_max=config.ngram_breadth_max,
-        )
         self._texts = self._index(config.ngram_capacity)
         self._corpora: Mapping[str, TextIndex] = {}
 
@@ -81,7 +75,7 @@ class NgramDrafter:
                 found = other
         if found is None:
             return []
-        return best_path(found.levels, self._shape, found.tokens_max)
+        return best_path(found.levels, self._config, found.tokens_max)
 
     def add_corpus(self, name: str, documents: Iterable[bytes]) -> int:
         """Add a corpus of documents, as ids, and return the number of its tokens.
