@@ -54,9 +54,9 @@ def loaded(match_type: MatchType = MatchType.BFS, capacity: int = 10 * TOKENS) -
     config = SpeculationConfig(verify_tokens=9, ngram_match=match_type, ngram_capacity=capacity)
     drafter = NgramDrafter(config)
     for _ in range(TOKENS // TEXT_TOKENS):
-        text = drafter.begin(b"n")
-        drafter.extend(text, ids(source, TEXT_TOKENS))
-        drafter.end(text)
+        text = drafter.texts.begin(b"n")
+        drafter.texts.extend(text, ids(source, TEXT_TOKENS))
+        drafter.texts.end(text)
     return drafter
 
 
@@ -65,11 +65,11 @@ def loaded(match_type: MatchType = MatchType.BFS, capacity: int = 10 * TOKENS) -
 def test_extend(benchmark: BenchmarkFixture, tokens: int, evicting: bool) -> None:
     drafter = loaded(capacity=TOKENS if evicting else 10 * TOKENS)
     source = random.Random(1)
-    text = drafter.begin(b"n")
+    text = drafter.texts.begin(b"n")
     rounds = ROUNDS if tokens < 100 else 50
     benchmark.extra_info["tokens"] = tokens
     benchmark.pedantic(
-        drafter.extend, setup=lambda: ((text, ids(source, tokens)), {}), rounds=rounds
+        drafter.texts.extend, setup=lambda: ((text, ids(source, tokens)), {}), rounds=rounds
     )
 
 
@@ -79,8 +79,8 @@ def test_propose(benchmark: BenchmarkFixture, case: str, match_type: MatchType) 
     drafter = loaded(match_type)
     tail = pack_ids(range(VOCABULARY, VOCABULARY + 12))
     if case == "one continuation":
-        text = drafter.begin(b"n")
-        drafter.extend(text, tail + ids(random.Random(1), 100))
+        text = drafter.texts.begin(b"n")
+        drafter.texts.extend(text, tail + ids(random.Random(1), 100))
     elif case == "many continuations":
         tail = tail[:44] + pack_ids([0])
     drafts = drafter.propose(b"n", tail, 8)

@@ -318,9 +318,9 @@ def drafted(settings: Settings, texts: Texts, context: list[int]) -> list[int] |
     if (drafter := ngrams_of(settings)) is None:
         return None
     for ids in texts:
-        text = drafter.begin(b"")
-        drafter.extend(text, pack_ids(ids))
-        drafter.end(text)
+        text = drafter.texts.begin(b"")
+        drafter.texts.extend(text, pack_ids(ids))
+        drafter.texts.end(text)
     return drafter.propose(b"", pack_ids(context), 100)
 
 

@@ -216,8 +216,8 @@ def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
     loop, speculation = loop_of(engine), engine.core.speculation
     assert speculation is not None
     assert isinstance(speculation.drafter, RequestTexts)
-    ngrams, broken = speculation.drafter.ngrams, list[object]()
-    extend = ngrams.extend
+    texts, broken = speculation.drafter.ngrams.texts, list[object]()
+    extend = texts.extend
 
     def extend_others(text: IndexedText, ids: bytes) -> None:
         if text in broken:
@@ -226,7 +226,7 @@ def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
             broken.append(text)
         extend(text, ids)
 
-    ngrams.extend = extend_others
+    texts.extend = extend_others
     mail = Mail(runs=plain_runs({ChoiceKey(n): greedy([5 + n] * 4, n, 12) for n in range(2)}))
     ends: dict[int, FinishReason] = {}
     while not engine.core.idle or mail.runs:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     )
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
-    from antiphon.model_worker.speculation.policy import Speculation
     from antiphon.wire.command import PauseMode
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import RequestId
@@ -125,10 +124,6 @@ class AttentionGroups:
     @property
     def caches_prefixes(self) -> bool:
         return self.cores[0].caches_prefixes
-
-    @property
-    def speculations(self) -> tuple[Speculation, ...]:
-        return tuple(core.speculation for core in self.cores if core.speculation is not None)
 
     @property
     def idle(self) -> bool:

@@ -425,7 +425,7 @@ class EngineCore:
             retractions=planner.retractions,
             retracted_tokens=planner.retracted_tokens,
             retracted_prompt_tokens=planner.retracted_prompt_tokens,
-            new_token_ratio=planner.new_token_ratio,
+            new_token_ratio=self.batch.page_budget.ratio.value,
             preemptions=planner.preemptions,
             evicted_tokens=self.index.evicted_tokens,
             verify_rows=drafts.rows,

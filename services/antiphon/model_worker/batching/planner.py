@@ -69,10 +69,6 @@ class StepPlanner:
         self._pages_short = False
         batch.page_budget.before_eviction = self._touch_waiting
 
-    @property
-    def new_token_ratio(self) -> float:
-        return self._pages.ratio.value
-
     def schedule(self, now: float) -> ScheduledRows:
         """The rows of the next step. All have their pages."""
         batch = self._batch

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from antiphon.config.speculation import SpeculationConfig
-    from antiphon.model_worker.speculation.text_index import IndexedText, NgramLevel
+    from antiphon.model_worker.speculation.text_index import NgramLevel
 
 _CORPUS = b""
 """The namespace of a corpus, in an index of its own."""
@@ -24,8 +24,8 @@ _CORPUS = b""
 class NgramDrafter:
     """Drafts the tokens that followed the longest match of a context's end, in texts or corpora.
 
-    A text belongs to a namespace, which stands for a tenant and a cache salt: its tokens are
-    proposed in no other one. Corpora are read by all.
+    Each of the `texts` belongs to a namespace, which stands for a tenant and a cache salt: its
+    tokens are proposed in no other one. Corpora are read by all.
 
     SGLang verifies a tree of drafts. Here a draft is a chain, the best path through such a tree:
     see `best_path`. Its trie counts an n-gram again for each window that is inserted with it; here
@@ -38,20 +38,8 @@ class NgramDrafter:
         self._config = config
         self._drafts_max = config.verify_tokens - 1
         self.window_max = min(config.ngram_window_max, config.ngram_depth - 1)
-        self._texts = self._index(config.ngram_capacity)
+        self.texts = self._index(config.ngram_capacity)
         self._corpora: Mapping[str, TextIndex] = {}
-
-    def begin(self, namespace: bytes) -> IndexedText:
-        """Begin the text of a choice, which `end` must end."""
-        return self._texts.begin(namespace)
-
-    def extend(self, text: IndexedText, ids: bytes) -> None:
-        """Append tokens, int32 and little-endian: a chunk of a prompt, or accepted tokens."""
-        self._texts.extend(text, ids)
-
-    def end(self, text: IndexedText) -> None:
-        """End a text. Its tokens stay until they are evicted."""
-        self._texts.end(text)
 
     def propose(self, namespace: bytes, ids_tail: bytes, drafts_max: int) -> list[int]:
         """Return up to `drafts_max` tokens that may come next; empty without a match.
@@ -67,7 +55,7 @@ class NgramDrafter:
         """
         context = ids_tail[-self.window_max * TOKEN_BYTES :]
         drafts_max = min(drafts_max, self._drafts_max)
-        found = self._source(self._texts, namespace, context, drafts_max)
+        found = self._source(self.texts, namespace, context, drafts_max)
         for corpus in self._corpora.values():
             tokens_max = min(drafts_max, self._config.corpus_draft_tokens)
             other = self._source(corpus, _CORPUS, context, tokens_max)

@@ -47,7 +47,7 @@ class RequestTexts:
         except Exception:
             log.exception("text not indexed", extra={"request_id": request.state.request_id})
         text, _ = self._texts.pop(request.key)
-        self.ngrams.end(text)
+        self.ngrams.texts.end(text)
 
     def _index(self, request: Request) -> int:
         """Index what is new of a request; return up to which token it is indexed.
@@ -55,12 +55,12 @@ class RequestTexts:
         What it found in the prefix cache was indexed with the request that computed it.
         """
         text, end = self._texts.get(request.key) or (
-            self.ngrams.begin(_namespace(request)),
+            self.ngrams.texts.begin(_namespace(request)),
             request.cached_tokens,
         )
         until = min(request.length, end + TOKENS_MAX)
         if until > end:
-            self.ngrams.extend(text, _packed(request.ids(end, until)))
+            self.ngrams.texts.extend(text, _packed(request.ids(end, until)))
         self._texts[request.key] = text, until
         return until
 

@@ -35,9 +35,9 @@ def drafter(*texts: list[int], config: SpeculationConfig = LONG) -> NgramDrafter
 
 
 def insert(drafter: NgramDrafter, namespace: bytes, ids: list[int]) -> None:
-    text = drafter.begin(namespace)
-    drafter.extend(text, pack_ids(ids))
-    drafter.end(text)
+    text = drafter.texts.begin(namespace)
+    drafter.texts.extend(text, pack_ids(ids))
+    drafter.texts.end(text)
 
 
 def proposed(
@@ -75,15 +75,15 @@ class World:
         choice = self.random.random()
         if not self.open or choice < 0.1:
             namespace = self.random.choice(NAMESPACES)
-            self.open.append((self.drafter.begin(namespace), self.trie.begin(namespace)))
+            self.open.append((self.drafter.texts.begin(namespace), self.trie.begin(namespace)))
         elif choice < 0.2:
-            self.drafter.end(self.open.pop(self.random.randrange(len(self.open)))[0])
+            self.drafter.texts.end(self.open.pop(self.random.randrange(len(self.open)))[0])
         else:
             ids = [self.random.randrange(self.alphabet) for _ in range(self.random.choice([1, 9]))]
             text, reference = self.random.choice(self.open)
-            self.drafter.extend(text, pack_ids(ids))
+            self.drafter.texts.extend(text, pack_ids(ids))
             self.trie.extend(reference, ids)
-        assert self.drafter._texts.tokens == self.trie.tokens <= self.trie.config.ngram_capacity
+        assert self.drafter.texts.tokens == self.trie.tokens <= self.trie.config.ngram_capacity
 
     def check(self) -> None:
         namespace, tail = self.random.choice(NAMESPACES), list[int]()
@@ -183,9 +183,9 @@ def test_match_type_decides_between_recent_and_frequent() -> None:
 
 def test_request_reads_its_own_output_at_once() -> None:
     made = drafter()
-    text = made.begin(b"")
+    text = made.texts.begin(b"")
     for token in (1, 2, 3, 1):
-        made.extend(text, pack_ids([token]))
+        made.texts.extend(text, pack_ids([token]))
     assert proposed(made, [2, 3, 1]) == [2, 3, 1]
 
 
@@ -200,13 +200,13 @@ def test_memory_is_bounded_by_the_capacity() -> None:
     capacity = 64
     made = drafter(config=with_(ngram_capacity=capacity))
     source = random.Random(0)
-    running = made.begin(b"running")
+    running = made.texts.begin(b"running")
     for number in range(2000):
         insert(made, b"%d" % number, [source.randrange(50) for _ in range(source.randrange(5))])
-        made.extend(running, pack_ids([source.randrange(50)]))
-        made.end(made.begin(b"empty"))
-    index = made._texts
-    assert made._texts.tokens == capacity
+        made.texts.extend(running, pack_ids([source.randrange(50)]))
+        made.texts.end(made.texts.begin(b"empty"))
+    index = made.texts
+    assert made.texts.tokens == capacity
     texts = [text for text in index._texts if text is not None]
     assert sum(len(text.ids) for text in texts) == 4 * capacity
     assert len(index._texts) <= capacity + 1
@@ -228,7 +228,7 @@ def test_evicted_text_is_not_proposed() -> None:
 
 def test_numbers_of_tokens_may_exceed_32_bits() -> None:
     made = drafter([1, 2, 3, 4], config=with_(ngram_capacity=4))
-    made._texts._now += 4 * 2**40
+    made.texts._now += 4 * 2**40
     insert(made, b"", [1, 2, 3])
     assert proposed(made, [1]) == [2, 3]
 
@@ -247,7 +247,7 @@ def test_corpus_is_read_by_all_namespaces_until_it_is_removed() -> None:
     for namespace in (b"", b"tenant"):
         assert proposed(made, [2], namespace=namespace) == [3]
         assert proposed(made, [3], namespace=namespace) == []  # the next document is another text
-    assert made._texts.tokens == 0
+    assert made.texts.tokens == 0
     made.remove_corpus("code")
     assert made.list_corpora() == {}
     assert proposed(made, [2]) == []
