@@ -10,9 +10,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
+from antiphon.model_worker.speculation.corpora import CorpusCommand, ExternalCorpora
 from antiphon.wire.command import (
     AddCorpus,
-    ContinueWorker,
     ControlDone,
     DrainWorker,
     DumpPlans,
@@ -20,33 +21,18 @@ from antiphon.wire.command import (
     KernelChoice,
     ListCorpora,
     ListKernels,
-    PauseWorker,
     RemoveCorpus,
-    SetWeightVersion,
 )
 from antiphon.wire.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
     from antiphon.model_worker.observability.recording import PlanDumps
-    from antiphon.model_worker.speculation.corpora import ExternalCorpora
 
 COMMAND_TIMEOUT_S = 10.0
 
-ControlMessage = (
-    DrainWorker
-    | FlushCache
-    | PauseWorker
-    | ContinueWorker
-    | SetWeightVersion
-    | DumpPlans
-    | AddCorpus
-    | RemoveCorpus
-    | ListCorpora
-    | ListKernels
-)
+ControlMessage = DrainWorker | ControlCommand | DumpPlans | CorpusCommand | ListKernels
 
 
 @dataclass
