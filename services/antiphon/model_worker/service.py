@@ -539,10 +539,7 @@ class ModelWorker:
         watchdog = LoopWatchdog(self._loop, self._runtime.settings.batching, stalls.inc)
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                self._on_tick(self._runtime.clock.unix_ms())
-            except Exception:
-                log.exception("tick failed")
+            self._attempt(self._on_tick, self._runtime.clock.unix_ms())
             try:
                 watchdog.check(self._runtime.clock.now())
             except LoopHung:

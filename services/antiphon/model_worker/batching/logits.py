@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import (
+    NO_IDS,
     Biases,
     Floats,
     Ints,
@@ -112,7 +113,7 @@ class LogitsProcessors:
             repetition=self._repetition[picked],
             begun=begun,
             begun_starts=np.cumsum([0, *map(len, outputs)], dtype=np.int32),
-            begun_ids=np.concatenate([_NO_IDS, *outputs]),
+            begun_ids=np.concatenate([NO_IDS, *outputs]),
         )
 
     def _masks(self, rows: StepRows, current: Flags) -> tuple[Ints | None, Ints | None]:
@@ -203,9 +204,6 @@ class LogitsProcessors:
             np.concatenate([ids[others], eos]),
             np.concatenate([values[others], np.full(len(eos), -np.inf, np.float32)]),
         )
-
-
-_NO_IDS = np.zeros(0, np.int32)
 
 
 def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:

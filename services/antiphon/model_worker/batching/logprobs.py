@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.plan import (
+    NO_IDS,
     Flags,
     Floats,
     Indices,
@@ -77,7 +78,7 @@ class LogprobsParams:
             return None
         requested = self.requested[rows.slots.at]
         selected = (requested & rows.draws).nonzero()[0]
-        prompt_tokens, prompt_targets = [_NO_IDS], [_NO_IDS]
+        prompt_tokens, prompt_targets = [NO_IDS], [NO_IDS]
         for index in (np.flatnonzero(requested[rows.verified :]) + rows.verified).tolist():
             request = self._running[rows.slots.slots.item(index)]
             start, end = rows.starts.item(index), rows.ends.item(index)
@@ -200,9 +201,6 @@ def _prompt_targets(request: Request, start: int, end: int) -> tuple[Ints, Ints]
         indices = np.append(indices, np.int32(end - 1 - start))
         targets = np.append(targets, np.int32(-1))
     return indices, targets
-
-
-_NO_IDS = np.zeros(0, np.int32)
 
 
 def _bytes(values: Ints | Floats) -> bytes:

@@ -31,9 +31,9 @@ Flags = NDArray[np.bool_]
 Indices = NDArray[np.signedinteger[Any]]
 Whole = TypeVar("Whole", int, Ints)
 
+NO_IDS: Ints = np.zeros(0, np.int32)
+
 _INT32_MAX = 2**31 - 1
-
-
 _FIRST_DRAFT = -(2**30)
 
 

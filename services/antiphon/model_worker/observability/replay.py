@@ -29,12 +29,8 @@ from antiphon.service.startup import CannotStart
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from antiphon.model_worker.batching.plan import Longs, PlanRunner, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import Flags, Longs, PlanRunner, StepOutcome, StepPlan
     from antiphon.model_worker.observability.flight_recorder import StepRecord
-
-    Flags = NDArray[np.bool_]
 
 SAME = 0
 DIFFERENT = 1

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.faults import RequestFault
-from antiphon.model_worker.batching.plan import draft
+from antiphon.model_worker.batching.plan import NO_IDS, draft
 from antiphon.model_worker.batching.token_masks import looks_back
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Speculation:
         lengths = self._lengths(decoding, len(slots), tokens_max)
         drafted: dict[int, Ints] = {}
         for slot, length in zip(decoding, lengths, strict=True):
-            request, drafts = batch.running[slot], _NONE
+            request, drafts = batch.running[slot], NO_IDS
             try:
                 if not batch.in_flight_tokens[slot]:
                     drafts = self._drafts(self.drafter, batch, request, length)
@@ -262,14 +262,14 @@ class Speculation:
         length = request.length
         count = self._count(batch, request, length, count)
         if count <= 0:
-            return _NONE
+            return NO_IDS
         drafts = (
             drafter.propose(request, count) if self.fixed is None else np.zeros(count, np.int32)
         )
         if len(drafts) and request.matcher is not None:
             drafts = drafts[: request.matcher.propose(drafts.tolist())]
         fits = self._fits(batch, request, length + len(drafts), 1 + len(drafts))
-        return drafts if fits else _NONE
+        return drafts if fits else NO_IDS
 
     def _fits(self, batch: RunningBatch, request: Request, tokens: int, states: int) -> bool:
         """Whether a request has pages up to a token and so many states, or free ones for these."""
@@ -282,6 +282,3 @@ class Speculation:
         table.allocate(tokens, states)
         batch.update(request)
         return True
-
-
-_NONE = np.zeros(0, np.int32)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from antiphon.model_worker.batching.plan import NO_IDS, Ints
 from antiphon.wire.namespaces import tenant_salt
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.speculation.ngram import NgramDrafter
@@ -32,7 +32,7 @@ class RequestTexts:
     def propose(self, request: Request, drafts_max: int) -> Ints:
         """Return up to so many tokens that may follow the known ones; often none."""
         if self._index(request) < request.length:
-            return _NONE
+            return NO_IDS
         tail = request.ids(max(0, request.length - self.ngrams.window_max))
         drafts = self.ngrams.propose(_namespace(request), _packed(tail), drafts_max)
         ends = [index for index, token in enumerate(drafts) if token in request.end_ids]
@@ -63,9 +63,6 @@ class RequestTexts:
             self.ngrams.texts.extend(text, _packed(request.ids(end, until)))
         self._texts[request.key] = text, until
         return until
-
-
-_NONE = np.zeros(0, np.int32)
 
 
 def _namespace(request: Request) -> bytes:
