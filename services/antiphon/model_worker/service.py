@@ -269,9 +269,8 @@ class ModelWorker:
 
     def _warm_up(self) -> StepReport:
         """Run the first steps, and decide what their durations decide."""
-        engine = self._engine
-        resolved, pool_width = engine.resolved, engine.step_core.limits.pool_width
-        report = warm_up(self._loop, engine, pools=pool_width is not None)
+        engine, resolved = self._engine, self._engine.resolved
+        report = warm_up(self._loop, engine)
         if (engine.ahead or engine.on_gpu) and resolved is not None and resolved.overlap.value:
             self._loop.use(engine.overlapped(), ahead=engine.ahead or 1)
         elif resolved is not None and resolved.overlap.value:

@@ -256,7 +256,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a worker wrote that has just warmed up."""
     engine = open_engine(SMALL)
     loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
-    warm_up(loop)
+    warm_up(loop, engine)
     folder = tmp_path_factory.mktemp("dumps")
     dumps = PlanDumps(str(folder), InstanceId("worker-0"), engine, loop.recorder, SystemClock())
     return dumps.write("the test asked for it")

@@ -41,23 +41,22 @@ to measure that would take seconds. The very first step does not count: it takes
 as the others with a small model."""
 
 
-def warm_up(
-    loop: BatchingLoop[Any], engine: Engine | None = None, *, pools: bool = False
-) -> StepReport:
+def warm_up(loop: BatchingLoop[Any], engine: Engine) -> StepReport:
     """Run a prefill and a decode step before the first request: the first of each kind is slow.
 
-    A model that `pools` has prefill steps only. If the `engine` drafts tokens, what steps cost is
+    A model that pools has prefill steps only. If the engine drafts tokens, what steps cost is
     measured, too.
 
     Raises:
         CannotStart: The model does not run.
     """
+    limits = engine.step_core.limits
     sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
-    if pools:
+    if limits.pool_width is not None:
         sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
     report, _ = _run(loop, 1, sampling)
-    if engine is not None and engine.speculations:
-        costs = measure_steps(loop, engine.speculations, engine.step_core.limits.running_max)
+    if engine.speculations:
+        costs = measure_steps(loop, engine.speculations, limits.running_max)
         for speculation in engine.speculations:
             speculation.costs = costs
         if costs is not None:
