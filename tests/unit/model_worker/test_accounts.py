@@ -20,7 +20,6 @@ from tests.unit.config.test_draft import decide
 from antiphon.kernels.cpu import extension
 from antiphon.model_worker.batching.page_budget import PoolUse
 from antiphon.model_worker.batching.state import ChoiceKey, Finish
-from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.step_accounting import (
     REPORTS_MAX,
@@ -227,8 +226,9 @@ def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture, captured:
         prefill_rows=2,
         prefill_tokens=48,
         cached_tokens=16,
-        backlog=Backlog(tokens=70),
     )
+    capacity = msgspec.structs.replace(prefill.capacity, waiting_tokens=70)
+    prefill = msgspec.structs.replace(prefill, capacity=capacity)
     log.step(prefill, 4, 10.0)
     log.step(prefill, 4, 12.0)
     assert [record.message for record in written.records] == [

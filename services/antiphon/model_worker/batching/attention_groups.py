@@ -23,7 +23,6 @@ from antiphon.model_worker.batching.joint_plan import (
 from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.state import SampledTokens
-from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.cache.key import CacheKey
 
 if TYPE_CHECKING:
@@ -291,10 +290,6 @@ class AttentionGroups:
 
     def capacity(self) -> Capacity:
         return _sum([core.capacity() for core in self.cores])
-
-    def backlog(self) -> Backlog:
-        found = [core.backlog() for core in self.cores]
-        return Backlog(sum(each.tokens for each in found), sum(each.retracted for each in found))
 
     def totals(self) -> CoreTotals:
         found = [core.totals() for core in self.cores]

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from antiphon.model_worker.batching.state import AnyProgress
-    from antiphon.model_worker.batching.waiting_queue import Backlog
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
@@ -411,10 +410,9 @@ class EngineCore:
         return self.planner.take_started()
 
     def capacity(self) -> Capacity:
-        return self.batch.page_budget.capacity()
-
-    def backlog(self) -> Backlog:
-        return self.waiting.backlog()
+        tokens, retracted = self.waiting.backlog()
+        free = self.batch.page_budget.capacity()
+        return msgspec.structs.replace(free, waiting_tokens=tokens, waiting_retracted=retracted)
 
     def totals(self) -> CoreTotals:
         planner = self.planner

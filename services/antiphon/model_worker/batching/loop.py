@@ -27,7 +27,6 @@ from antiphon.model_worker.batching.plan import (
 )
 from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, CoreTotals
 from antiphon.model_worker.batching.step_core import Rows
-from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
@@ -56,7 +55,7 @@ CAPACITY_PERIOD_S = 0.5
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
-    `step` and `failures` are counted since start. `capacity` and `backlog` are recent.
+    `step` and `failures` are counted since start; `capacity` is recent.
     """
 
     step: int  # plans launched
@@ -75,7 +74,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     started: tuple[ChoiceKey, ...] = ()  # for the first time
     prompt_tokens: int = 0  # of these
     cached_tokens: int = 0  # of these prompts
-    backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()  # never started, and dropped for another worker to run
 
 
@@ -148,7 +146,6 @@ class BatchingLoop(Generic[Rows]):
         self._flights = deque[LaunchedStep[Rows]]()
         self._undelivered: StepReport | None = None
         self._capacity = core.capacity()
-        self._backlog = core.backlog()
         self._capacity_due_s = 0.0
         self._step = 0
         self._beats = 0
@@ -219,7 +216,6 @@ class BatchingLoop(Generic[Rows]):
             started=tuple([request.key for request in started]) if started else (),
             prompt_tokens=sum([request.prompt_tokens for request in started]) if started else 0,
             cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
-            backlog=self._backlog,
             returned=returned,
         )
 
@@ -280,7 +276,6 @@ class BatchingLoop(Generic[Rows]):
         if anew or now >= self._capacity_due_s or self._core.idle:
             self._capacity_due_s = now + CAPACITY_PERIOD_S
             self._capacity = self._core.capacity()
-            self._backlog = self._core.backlog()
         return self._capacity
 
     def _take(self) -> Mail | None:

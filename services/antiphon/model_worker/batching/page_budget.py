@@ -235,6 +235,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pages_returning: int
     slots_free: int
     sequence_tokens: int = 0
+    waiting_tokens: int = 0  # to prefill, outputs of retracted requests included
+    waiting_retracted: int = 0
     window: PoolUse | None = None  # of the sliding-window group with the fewest available
     states: PoolUse | None = None  # likewise
 

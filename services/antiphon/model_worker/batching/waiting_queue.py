@@ -6,7 +6,7 @@ import random
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from antiphon.config.worker import Policy
@@ -43,13 +43,6 @@ class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
     refuse_priority: bool = False
 
 
-class Backlog(NamedTuple):
-    """Size of the waiting queue."""
-
-    tokens: int = 0  # to prefill, outputs of retracted requests included; some may be cached
-    retracted: int = 0
-
-
 class WaitingQueue:
     """Waiting requests by queue key, with a limit on how long one is overtaken."""
 
@@ -78,11 +71,10 @@ class WaitingQueue:
         insort(self._requests, request, key=_place)
         self._overtaken.enter(request.arrival, (ref(request), request.retractions))
 
-    def backlog(self) -> Backlog:
-        return Backlog(
-            tokens=sum(request.length for request in self._requests),
-            retracted=sum(request.started_s is not None for request in self._requests),
-        )
+    def backlog(self) -> tuple[int, int]:
+        """Tokens to prefill, of which some may be cached, and how many requests were retracted."""
+        tokens = sum(request.length for request in self._requests)
+        return tokens, sum(request.started_s is not None for request in self._requests)
 
     def first(self) -> Request | None:
         return self._requests[0] if self._requests else None
