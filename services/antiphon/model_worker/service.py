@@ -102,9 +102,7 @@ class ModelWorker:
 
     role: ClassVar = Role.WORKER
 
-    def __init__(
-        self, runtime: Runtime, engine: Engine, grammars: GrammarBackend, counts: GrammarMetrics
-    ) -> None:
+    def __init__(self, runtime: Runtime, engine: Engine) -> None:
         settings, limits = runtime.settings, engine.step_core.limits
         live_max = limits.running_max + limits.queue_max
         check_message_fits(
@@ -148,12 +146,15 @@ class ModelWorker:
             self._loop.recorder,
             runtime.clock,
         )
-        self._grammar_queue = GrammarQueue(
-            grammars,
+        self._grammars = GrammarBackend(
+            settings.grammar,
+            limits.vocab_size,
+            engine.open_compiler,
             runtime.group,
-            counts,
-            hand_over=self._submit,
-            refuse=self._refuse,
+            GrammarMetrics(runtime.metrics),
+        )
+        self._grammar_queue = GrammarQueue(
+            self._grammars, runtime.group, hand_over=self._submit, refuse=self._refuse
         )
         self._prompts = PromptFetcher(
             runtime,
@@ -199,15 +200,7 @@ class ModelWorker:
                 opener = opener or partial(open_engine, ranks=ranks)
                 engine = await event_loop.run_in_executor(thread, opener, runtime.settings)
                 loaded = runtime.clock.now()
-                limits, counts = engine.step_core.limits, GrammarMetrics(runtime.metrics)
-                grammars = GrammarBackend(
-                    runtime.settings.grammar,
-                    limits.vocab_size,
-                    engine.open_compiler,
-                    runtime.group,
-                    counts,
-                )
-                service = ModelWorker(runtime, engine, grammars, counts)
+                service = ModelWorker(runtime, engine)
                 service._on_report(await event_loop.run_in_executor(thread, service._warm_up))
                 warmed = runtime.clock.now()
                 service._accounting.metrics.started(
@@ -221,7 +214,7 @@ class ModelWorker:
                         yield service
                     finally:
                         service._mailbox.close()
-                        grammars.close()
+                        service._grammars.close()
                         _, running = await asyncio.wait([ended], timeout=LEAVE_S)
                         if running:
                             log.error("a step does not end")

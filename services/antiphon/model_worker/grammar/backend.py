@@ -124,7 +124,7 @@ class GrammarBackend:
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
         self._group = group
-        self._metrics = metrics
+        self.metrics = metrics
         # Opening runs Python code: at low priority it would hold the interpreter lock against a
         # step.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
@@ -154,9 +154,9 @@ class GrammarBackend:
         grammar = state.sampling.grammar
         assert grammar is not None, "a sequence without a grammar needs no matcher"
         source = GrammarSource(grammar.kind, grammar.text)
-        self._metrics.requested.inc()
+        self.metrics.requested.inc()
         if (compiled := self._cache.get(source)) is not None:
-            self._metrics.hits.inc()
+            self.metrics.hits.inc()
         else:
             compiled = await asyncio.shield(self._compile(source, state.tenant))
         if isinstance(compiled, ErrorReply):
@@ -166,7 +166,7 @@ class GrammarBackend:
         try:
             return await self._start_threads.run(begin, timeout_s, state.tenant)
         except TimeoutError:
-            self._metrics.timeouts.inc()
+            self.metrics.timeouts.inc()
             message = f"grammar: the answer takes longer than {timeout_s:g} s to follow"
             raise Overloaded(message, retry_after_s=PAUSE_S) from None
 
@@ -197,9 +197,9 @@ class GrammarBackend:
                 self._config.properties_max,
             )
             result, seconds = await self._threads.run(job, timeout_s, tenant)
-            self._metrics.seconds.observe(seconds)
+            self.metrics.seconds.observe(seconds)
         except TimeoutError:
-            self._metrics.timeouts.inc()
+            self.metrics.timeouts.inc()
             return encode_error(self._backoff.record_timeout(source, timeout_s))
         except InvalidRequest as error:
             result = encode_error(error)
@@ -235,7 +235,6 @@ class GrammarQueue:
 
     grammars: GrammarBackend
     group: asyncio.TaskGroup
-    metrics: GrammarMetrics
     hand_over: Callable[[RunChoice, GrammarMatcher], None]
     refuse: Callable[[ChoiceKey, EngineError], None]
     _waiting: dict[ChoiceKey, asyncio.Task[None]] = field(
@@ -253,20 +252,20 @@ class GrammarQueue:
         task = self._waiting.pop(key, None)
         if task is None or not task.cancel():
             return False
-        self.metrics.aborted.inc()
+        self.grammars.metrics.aborted.inc()
         return True
 
     async def _wait(self, run: RunChoice) -> None:
         try:
             matcher = await self.grammars.matcher(run.state)
         except EngineError as error:
-            self.metrics.aborted.inc()
+            self.grammars.metrics.aborted.inc()
             self.refuse(run.key, error)
         except Exception:
             # A last-resort boundary: whatever a client's grammar makes the code raise fails its own
             # request, not the service.
             log.exception("grammar not read", extra={"request_id": run.state.request_id})
-            self.metrics.aborted.inc()
+            self.grammars.metrics.aborted.inc()
             self.refuse(run.key, Internal("the grammar of this request could not be read"))
         else:
             self.hand_over(run, matcher)

@@ -141,7 +141,6 @@ class Queue(GrammarQueue):
         super().__init__(
             bench.grammars,
             group,
-            bench.metrics,
             hand_over=lambda run, _: self.handed.append(run.key),
             refuse=self.refused.__setitem__,
         )
