@@ -164,10 +164,10 @@ class EngineCore:
             return
         if request.finish is not None:
             self._log.report(request)
-        if request.finish is None:
-            self._requests[key] = request
-            self.waiting.put(request)
-            self._timeouts.arrived(request)
+            return
+        self._requests[key] = request
+        self.waiting.put(request)
+        self._timeouts.arrived(request)
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
         """Release a choice's slot and pages and stop reporting it. Unknown keys are ignored.

@@ -44,13 +44,7 @@ class PageBudget:
     """
 
     def __init__(
-        self,
-        limits: EngineLimits,
-        pools: CachePools,
-        index: RadixIndex,
-        batch: SlotArrays,
-        *,
-        indexed: bool,
+        self, limits: EngineLimits, pools: CachePools, index: RadixIndex, batch: SlotArrays
     ) -> None:
         self.ratio = NewTokenRatio(limits.conservativeness)
         self._pools = pools
@@ -61,7 +55,8 @@ class PageBudget:
         self.before_eviction: Callable[[], None] = lambda: None
         # A finished request frees its pages for certain only where no prefix cache holds on to
         # them, and only full groups need every page until then.
-        self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
+        full = all(group.kind is GroupKind.FULL for group in pools.groups)
+        self._countable = full and not index.enabled
         self._growth_max = [_growth_max(group, limits) for group in pools.groups]
 
     def available(self) -> list[int]:

@@ -40,7 +40,11 @@ class Prefixes:
         self, limits: EngineLimits, pools: CachePools, index: RadixIndex, origin: PageOrigin
     ) -> None:
         self.origin = origin
-        self.checkpoints = _checkpoints(limits, pools) if index.enabled else None
+        self.checkpoints: StateCheckpoints | None = None
+        if index.enabled and pools.states:
+            every, page_tokens = limits.checkpoint_tokens, pools.page_tokens
+            assert every % page_tokens == 0, "a checkpoint within a page"
+            self.checkpoints = StateCheckpoints(every=every, page_tokens=page_tokens)
         self._pools = pools
         self._index = index
         self._page_tokens = pools.page_tokens
@@ -190,10 +194,3 @@ def _common_length(a: Request, b: Request, longest: int) -> int:
         return 0
     different = np.flatnonzero(a.key_ids(longest) != b.key_ids(longest))
     return int(different[0]) if len(different) else longest
-
-
-def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
-    if not pools.states:
-        return None
-    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
-    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)

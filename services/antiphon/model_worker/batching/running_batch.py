@@ -64,7 +64,7 @@ class RunningBatch(SlotArrays):
     def __init__(
         self, limits: EngineLimits, pools: CachePools, index: RadixIndex, origin: PageOrigin
     ) -> None:
-        slots, indexed = limits.running_max, index.enabled
+        slots = limits.running_max
         super().__init__(slots, len(pools.groups))
         self.pools = pools
         self.index = index
@@ -92,7 +92,7 @@ class RunningBatch(SlotArrays):
         self._decodes: dict[int, Request] = {}
         self._decoding: SlotSet | None = None
         self._drafts: dict[int, list[int]] = {}  # the runner's last ones, where there is a grammar
-        self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
+        self.page_budget = PageBudget(limits, pools, index, self)
         self.prefixes = Prefixes(limits, pools, index, origin)
         self.transfers: PageTransfers | None = None
         self.media = MediaLoader()

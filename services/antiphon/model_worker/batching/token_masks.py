@@ -60,10 +60,9 @@ class TokenFilter:
                     budgets.append(ThinkingClock(processor, prompt_ids))
                 case DisallowFirst(token_ids=ids):
                     rules.append(FirstTokens(ids, len(prompt_ids), vocab_size))
-                case TimestampRules():
+                case TimestampRules(first_id=first):
                     rules.append(TimestampMask(processor, len(prompt_ids), vocab_size))
-            if isinstance(processor, TimestampRules):
-                self.first_timestamp = processor.first_id
+                    self.first_timestamp = first
         self._rules = tuple(rules)
         self._words = pack(allowed)
         self._budgets = tuple(budgets)

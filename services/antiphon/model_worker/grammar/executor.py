@@ -44,7 +44,11 @@ class MatcherTask:
 
     def run(self) -> None:
         try:
-            self._run()
+            self.matcher.checkpoint()
+            for token in self.tokens:
+                self.finishes.append(self.matcher.accept_token(token))
+                if self.finishes[-1] is not None:
+                    break
         except Exception as error:  # noqa: BLE001  # raised again in the loop's thread
             self._bug = error
         self.done = True
@@ -54,13 +58,6 @@ class MatcherTask:
         if self._bug is not None:
             raise self._bug
         return self.finishes
-
-    def _run(self) -> None:
-        self.matcher.checkpoint()
-        for token in self.tokens:
-            self.finishes.append(self.matcher.accept_token(token))
-            if self.finishes[-1] is not None:
-                break
 
 
 class MatcherExecutor:
