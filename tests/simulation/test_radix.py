@@ -16,9 +16,9 @@ from tests.support.worker import blocks_of, commit, launch, page_group
 from antiphon.model_worker.cache.events import BlockTracker, EventLog
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.kv_events import BlocksCleared, BlocksRemoved, BlocksStored

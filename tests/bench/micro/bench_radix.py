@@ -34,9 +34,9 @@ import pytest
 from tests.support.worker import page_group
 
 from antiphon.model_worker.cache.events import BlockTracker
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.codec import pack_ids
 
 if TYPE_CHECKING:

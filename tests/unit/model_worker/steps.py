@@ -12,9 +12,9 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.namespaces import cache_namespace

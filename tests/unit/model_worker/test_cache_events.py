@@ -21,9 +21,9 @@ from antiphon.model_worker.cache.events import (
     EventLog,
 )
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests, split_digests

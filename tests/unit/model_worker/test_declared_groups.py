@@ -18,9 +18,9 @@ from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.codec import PageCodec, RecordInvalid
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.model_worker.runner.pools import GroupMemory
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.codec import pack_ids

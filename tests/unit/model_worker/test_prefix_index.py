@@ -9,9 +9,9 @@ from tests.support.worker import commit, compute, launch, page_group
 
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.codec import pack_ids
 
 PAGE_TOKENS = 4

@@ -23,7 +23,7 @@ from antiphon.model_worker.batching.joint_plan import (
 from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.state import SampledTokens
-from antiphon.model_worker.cache.key import CacheKey
+from antiphon.model_worker.cache.tree import CacheKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,8 +15,8 @@ import msgspec
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.cache.codec import BlockPages
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import PageTable
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.digests import BLOCK_TOKENS, TOKEN_BYTES, block_digests, split_digests
 from antiphon.wire.namespaces import announced_root
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.request import PendingPrefix, Request
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
+from antiphon.model_worker.cache.tree import CacheKey
 from antiphon.wire.digests import TOKEN_BYTES
 from antiphon.wire.namespaces import PageOrigin, cache_namespace
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.slot_arrays import SlotArrays
     from antiphon.model_worker.batching.token_store import OutputIds
-    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
+    from antiphon.model_worker.cache.tree import CacheKey
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.namespaces import PageOrigin
     from antiphon.wire.sampling import SamplingParams

@@ -27,8 +27,8 @@ from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
-from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.states import StateChains
+from antiphon.model_worker.cache.tree import CacheKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

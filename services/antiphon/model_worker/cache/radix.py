@@ -9,14 +9,13 @@ import msgspec
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor, Strategy
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup
 from antiphon.model_worker.cache.pages import CachePools, PageTable
-from antiphon.model_worker.cache.tree import RadixNode, RadixTree
+from antiphon.model_worker.cache.tree import CacheKey, RadixNode, RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.wire.kv_events import KvEvent
 
 

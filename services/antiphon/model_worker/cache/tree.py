@@ -1,4 +1,4 @@
-"""The radix tree of token pages: its structure, without eviction."""
+"""The radix tree of token pages and its keys: the structure, without eviction."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.model_worker.cache.pages import CachePools, PageTable
+
+
+class CacheKey(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """All that determines the content of a page: the tokens up to it, and what computed them.
+
+    Attributes:
+        namespace: From `wire.namespaces.cache_namespace`; prefixes are never shared across
+            namespaces.
+        token_ids: int32, little-endian.
+    """
+
+    namespace: bytes
+    token_ids: bytes
 
 
 class RadixNode(msgspec.Struct, eq=False, kw_only=True):
