@@ -7,15 +7,14 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from operator import attrgetter
 from typing import TYPE_CHECKING
-from weakref import ReferenceType, ref
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.request import Request
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import QueueKey, RequestState
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.tree import RadixNode
@@ -31,9 +30,8 @@ CANDIDATES_MAX = 128
 """How many waiting requests a step considers. Some may have to be skipped, because they wait for a
 prefix or a grammar; so many in a row are rare, and looking at thousands in each step is slow."""
 
-Ticket = tuple[ReferenceType[Request], int]
-"""A request, and how often it had been retracted when it was queued. Those that have ended are
-forgotten late: a reference would keep their prompts."""
+Ticket = tuple[int, int]
+"""The arrival of a request, and how often it had been retracted when it was queued."""
 
 _place = attrgetter("place")
 
@@ -49,7 +47,8 @@ class WaitingQueue:
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         self._requests: list[Request] = []
-        self._overtaken = OvertakeTracker[Ticket](rules.max_overtake_s, _waits)
+        self._tickets: dict[Ticket, Request] = {}  # nothing overtakes promoted ones
+        self._overtaken = OvertakeTracker[Ticket](rules.max_overtake_s, self._tickets.__contains__)
         # A fixed seed: any random order is as good, and a run can be repeated.
         self._random = random.Random(0)  # noqa: S311
 
@@ -69,7 +68,9 @@ class WaitingQueue:
 
     def put(self, request: Request) -> None:
         insort(self._requests, request, key=_place)
-        self._overtaken.enter(request.arrival, (ref(request), request.retractions))
+        ticket = (request.arrival, request.retractions)
+        self._tickets[ticket] = request
+        self._overtaken.enter(request.arrival, ticket)
 
     def backlog(self) -> tuple[int, int]:
         """Tokens to prefill, of which some may be cached, and how many requests were retracted."""
@@ -92,8 +93,7 @@ class WaitingQueue:
         Requests that were overtaken for too long come first from then on, in order of arrival.
         """
         for ticket in self._overtaken.pop_overdue(now):
-            request = _waiting(ticket)
-            assert request is not None, "an overdue request does not wait"
+            request = self._tickets[ticket]
             self.remove(request)
             request.promote()
             insort(self._requests, request, key=_place)
@@ -110,9 +110,8 @@ class WaitingQueue:
             # Should it be retracted and overtaken again, this wait still counts.
             request.overtaken_before_s += now - request.overtaken_s
             request.overtaken_s = None
-        for ticket in self._overtaken.overtake(request.arrival, now, _before_s):
-            if (overtaken := _waiting(ticket)) is not None:
-                overtaken.overtaken_s = now
+        for ticket in self._overtaken.overtake(request.arrival, now, self._before_s):
+            self._tickets[ticket].overtaken_s = now
 
     def remove(self, request: Request) -> None:
         queued = self.discard(request)
@@ -124,24 +123,11 @@ class WaitingQueue:
         queued = index < len(self._requests) and self._requests[index] is request
         if queued:
             del self._requests[index]
+            self._tickets.pop((request.arrival, request.retractions), None)
         return queued
 
-
-def _waiting(ticket: Ticket) -> Request | None:
-    """The request, if it still waits and has not left and come back."""
-    request, retractions = ticket[0](), ticket[1]
-    if request is None or request.running or request.ended or request.retractions != retractions:
-        return None
-    return request
-
-
-def _waits(ticket: Ticket) -> bool:
-    return _waiting(ticket) is not None
-
-
-def _before_s(ticket: Ticket) -> float:
-    request = _waiting(ticket)
-    return 0.0 if request is None else request.overtaken_before_s
+    def _before_s(self, ticket: Ticket) -> float:
+        return self._tickets[ticket].overtaken_before_s
 
 
 def order_by_prefix(
