@@ -209,7 +209,8 @@ class EngineCore:
         self._rows_launched += len(rows)
         self.starved = False
         if self.stalled and not self.idle and not self._pending_grammar:
-            assert self.batch.transfers or self.batch.media, "requests wait and nothing runs"
+            loads = (r for r in self._requests.values() if r.media is not None and r.media.loading)
+            assert self.batch.transfers or any(loads), "requests wait and nothing runs"
             self.starved = True
         return rows
 
@@ -278,8 +279,11 @@ class EngineCore:
         Or end a load of media; the request that waited for it goes on, or ends with its error.
         """
         if isinstance(done, MediaLoaded):
-            if self.batch.media.land(done) and done.error is not None:
-                self._end_each([self._requests[done.key]], Finish.failed(done.error))
+            request = self._requests.get(done.key)
+            if request is None or request.media is None:
+                return  # it was dropped meanwhile
+            if request.media.put(done.number, done.embeddings) and done.error is not None:
+                self._end_each([request], Finish.failed(done.error))
         elif self.batch.transfers is not None:
             self.batch.transfers.land(done)
 

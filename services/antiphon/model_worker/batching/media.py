@@ -76,10 +76,6 @@ class MediaLoader:
         self._rows_max: int | None = None
         self._whole = False
         self.tower = ""
-        self._loading: dict[ChoiceKey, Request] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._loading)
 
     def use(self, store: MediaStore, *, rows_max: int | None = None, whole: bool = False) -> None:
         """Load from a store, at most `rows_max` rows of a request at a time; `whole`: no parts."""
@@ -102,7 +98,6 @@ class MediaLoader:
         window = media.window(tokens, self._rows_max, whole=self._whole)
         assert self._store is not None, "media were admitted without a store"
         media.number, media.loading = media.number + 1, window
-        self._loading[request.key] = request
         state = request.state
         self._store.load(
             MediaLoad(
@@ -129,25 +124,11 @@ class MediaLoader:
             self.wait(request, start)
         return found
 
-    def land(self, done: MediaLoaded) -> bool:
-        """End a load; return whether its request still waits for it.
-
-        If the load has failed, the caller ends the request.
-        """
-        request = self._loading.get(done.key)
-        if request is None or request.media is None or request.media.number != done.number:
-            return False
-        del self._loading[done.key]
-        request.media.put(done.embeddings)
-        return True
-
     def release(self, request: Request) -> None:
         """Free the embeddings of a request that needs them no more, or has given up its slot."""
         media = request.media
-        if media is not None and media.clear():
-            self._loading.pop(request.key, None)
-            if self._store is not None:
-                self._store.release(request.key, media.number)
+        if media is not None and media.clear() and self._store is not None:
+            self._store.release(request.key, media.number)
 
 
 def check_media(media: Sequence[Medium], prompt: Ints, limits: EngineLimits) -> None:

@@ -228,12 +228,15 @@ class RequestMedia:
         """First token, and the one behind the last, of each medium."""
         return [(each.span.start, each.span.start + each.span.tokens) for each in self.media]
 
-    def put(self, embeddings: dict[int, Floats]) -> None:
-        """Take what the load has brought."""
+    def put(self, number: int, embeddings: dict[int, Floats]) -> bool:
+        """Take what a load has brought; whether it is the one that the request waits for."""
+        if number != self.number or not self.loading:
+            return False
         self._rows = {
             index: (self.loading[index].first, rows) for index, rows in embeddings.items()
         }
         self.loading = {}
+        return True
 
     def clear(self) -> bool:
         """Forget all rows, and a load; return whether there was anything."""
