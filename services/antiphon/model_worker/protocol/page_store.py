@@ -82,8 +82,7 @@ class KvStorageClient:
         self._land = land
         self._metrics = PageStoreMetrics(runtime)
         self._event_loop = asyncio.get_running_loop()
-        self._nodes: tuple[InstanceId, ...] = ()
-        self._processes: Sequence[Process] = ()
+        self._nodes: list[Process] = []
         self._known = OrderedDict[bytes, None]()
         self._saves = asyncio.Queue[tuple[BlockTransfer, float]]()
         self._putting = set[bytes]()
@@ -353,7 +352,8 @@ class KvStorageClient:
         That of the first rank's shard is that of all.
         """
         root = names[0][0]
-        return max(self._nodes, key=lambda node: rendezvous(node, root), default=None)
+        instances = (process.instance for process in self._nodes)
+        return max(instances, key=lambda node: rendezvous(node, root), default=None)
 
     def _on_peer(self, _: PeerChange, peer: Peer) -> None:
         if peer.heartbeat.role is Role.KV_STORAGE:
@@ -361,11 +361,10 @@ class KvStorageClient:
 
     def _find_nodes(self) -> None:
         peers = self._runtime.peers.accepting_work(Role.KV_STORAGE)
-        processes = sorted(peer.process for peer in peers)
-        if processes != self._processes:
+        nodes = sorted(peer.process for peer in peers)
+        if nodes != self._nodes:
             # A node that was restarted may have lost everything.
-            self._processes = processes
-            self._nodes = tuple(process.instance for process in processes)
+            self._nodes = nodes
             self._known.clear()
 
 
