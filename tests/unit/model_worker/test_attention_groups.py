@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.support.worker import limits, state
 from tests.unit.model_worker.steps import outcome, pools
+from tests.unit.model_worker.test_media import WIDTH, medium, prompt
 
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.attention_groups import GroupedRows
+    from antiphon.model_worker.batching.media import MediaLoad
 
 LONG = [*range(1, 13)]
 
@@ -107,6 +109,29 @@ def test_a_group_without_rows_is_idle_and_its_changes_are_in_the_plan() -> None:
     assert plan.group_rows.tolist() == [0, 1, 1]
     assert plan.tokens_of(plan.rows_of(1)) == slice(3, 3)
     assert groups.groups.part(rows) is PLAIN
+
+
+class SlowStore:
+    """Embeddings that never come."""
+
+    def load(self, load: MediaLoad) -> None:
+        pass
+
+    def release(self, key: ChoiceKey, number: int) -> None:
+        pass
+
+
+def test_groups_starve_while_each_waits_for_media_or_has_nothing() -> None:
+    """The loop sleeps then: else it would plan again and again until they have come."""
+    groups = Groups(media_width=WIDTH)
+    for core in groups.cores:
+        core.batch.media.use(SlowStore())
+    groups.add(1, prompt(1, -3), media=(medium(1, 3),))
+    assert not len(groups.groups.next_rows(0.0))
+    assert groups.groups.starved
+    assert groups.add(2, [5] * 3) == 1
+    assert len(groups.groups.next_rows(0.0)) == 1
+    assert not groups.groups.starved
 
 
 @pytest.mark.parametrize("chosen", [[0, 1], [1, 2], [3], [0, 3], [2, 3]])

@@ -130,7 +130,7 @@ class AttentionGroups:
 
     @property
     def starved(self) -> bool:
-        return False  # no transfers of pages
+        return all(core.idle or core.starved for core in self.cores)
 
     @property
     def can_plan(self) -> bool:
