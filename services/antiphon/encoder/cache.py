@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from antiphon.service.tenant_slots import TenantSlots
-from antiphon.wire.claim import AudioWindow, PixelLimits, VideoHeader
+from antiphon.wire.claim import MEDIUM_LOST, AudioWindow, PixelLimits, VideoHeader
+from antiphon.wire.errors import Unavailable
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 
 Pixels = TypeVar("Pixels")
@@ -182,11 +183,23 @@ class Embedder(Generic[Pixels]):
         its embedding, if it was the last one, cached.
 
         Raises:
-            EngineError: Raised by its `steps`, or by the `prepare` of the first of the calls.
+            EngineError: Raised by its `steps`, or by the `prepare` of the first of the calls;
+                by its own, if the owner of that one is gone.
         """
-        if (found := self.cache.get(digest)) is not None:
-            return found
-        job = self._jobs.get(digest) or self._begin(digest, prepare, tenant)
+        while (found := self.cache.get(digest)) is None:
+            began = (job := self._jobs.get(digest)) is None
+            if job is None:
+                job = self._begin(digest, prepare, tenant)
+            try:
+                return await self._result(digest, job)
+            except Unavailable as error:
+                # The owner that is gone is that of the first call: this one may have another.
+                if began or MEDIUM_LOST not in error.details:
+                    raise
+        return found
+
+    async def _result(self, digest: bytes, job: _EmbedJob) -> CachedEmbedding:
+        """Wait for a job, which is dropped some time after the last call has left it."""
         job.waiting, job.dropped = job.waiting + 1, False
         if job.leaving is not None:
             job.leaving.cancel()

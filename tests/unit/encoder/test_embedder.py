@@ -15,11 +15,12 @@ from tests.support.wait import until
 
 from antiphon.encoder import cache as embeddings
 from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST
+from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.ids import TenantId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Iterator
 
 BYTES = 10
 BROKEN, UNREADABLE, VIDEO = b"broken", b"unreadable", b"video"
@@ -61,13 +62,17 @@ class World:
         self.source = asyncio.Event()
         self.source.set()
 
-    async def embed(self, image: bytes, tenant: TenantId = ACME) -> CachedEmbedding:
+    async def embed(
+        self, image: bytes, tenant: TenantId = ACME, *, lost: bool = False
+    ) -> CachedEmbedding:
         @asynccontextmanager
         async def prepare() -> AsyncGenerator[bytes]:
             self.prepared[image] += 1
             await self.source.wait()
             if image == UNREADABLE:
                 raise InvalidRequest("unreadable")
+            if lost:
+                raise Unavailable("gone", details={MEDIUM_LOST: MEDIUM_GONE})
             self.held[image] += 1
             try:
                 yield image
@@ -109,6 +114,30 @@ async def test_concurrent_calls_share_one_run(world: World) -> None:
     assert all(task.result() is first for task in asked)
     assert await world.embed(b"a") is first
     assert world.prepared == world.model.begun == {b"a": 1}
+
+
+async def test_call_whose_owner_has_the_medium_does_not_fail_with_one_whose_owner_is_gone(
+    world: World,
+) -> None:
+    world.source.clear()
+    world.model.let.set()
+    async with asyncio.TaskGroup() as group:
+        outcomes = [
+            group.create_task(_outcome(world.embed(b"a", lost=lost)))
+            for lost in (True, True, False, False)
+        ]
+        await until(lambda: world.prepared[b"a"] == 1)
+        world.source.set()
+    gone = [isinstance(outcome.result(), Unavailable) for outcome in outcomes]
+    assert gone == [True, True, False, False]
+    assert world.model.begun == {b"a": 1}
+
+
+async def _outcome(call: Awaitable[CachedEmbedding]) -> CachedEmbedding | Unavailable:
+    try:
+        return await call
+    except Unavailable as error:
+        return error
 
 
 async def test_cancelled_call_does_not_affect_other_calls(world: World) -> None:
