@@ -515,6 +515,7 @@ EVERY: tuple[Message, ...] = (
                 columns=True,
                 owner=GATEWAY,
                 deadline_unix_ms=DEADLINE,
+                media=(MEDIUM,),
             ),
             command.Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
         ),

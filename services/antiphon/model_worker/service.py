@@ -233,6 +233,7 @@ class ModelWorker:
             self._model,
             width=width,
             bytes_max=engine.resolved.media_bytes.value,
+            held=self._output.find,
             land=self._mailbox.land,
             use_tower=self._mailbox.use_tower,
         )

@@ -128,12 +128,14 @@ class LeaderTerm:
         ):
             raise DuplicateRequest("a live request has this id")
         else:
-            entry.submit = msgspec.structs.replace(request, sealed=None)
+            before, entry.submit = entry.submit, msgspec.structs.replace(request, sealed=None)
             self.ledger.outputs.add(entry.submit)
             if request.sealed is not None:
                 self.migration.on_owner_sealed(entry, request.sealed)
             if request.attempt_floor is not None:
                 self.follow(entry, request.attempt_floor)
+            if before is not None and before.media != request.media:
+                self._send_again(entry)  # with the claims of the gateway that has adopted it
             self.migration.conclude(entry)
             self.bind_waiting()
         return SubmitAccepted(
@@ -198,6 +200,11 @@ class LeaderTerm:
                 self.restart(entry)
                 self.bind_waiting()
             return
+        self._send_again(entry)
+
+    def _send_again(self, entry: RequestEntry) -> None:
+        """Rebind a request that runs, to the same detokenizer if that lives."""
+        binding = entry.binding
         if binding is None or binding.detokenizer is None:
             return
         detokenizer = self.peers.find(binding.detokenizer.instance)

@@ -13,7 +13,7 @@ import msgspec
 from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
-from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch, Rebind
+from antiphon.wire.command import Abort, Admit, ChoiceOutput, Command, CommandBatch, Rebind
 from antiphon.wire.heartbeat import FetchRunningList
 from antiphon.wire.media import MEDIUM_BYTES
 from antiphon.wire.seal import SEALS_MAX, SealAttempts
@@ -211,7 +211,7 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
 
 def rebind_command(entry: RequestEntry, continues: Attempt) -> Rebind:
     """`continues` is the attempt that its worker runs, which may have missed earlier rebinds."""
-    binding = entry.binding
+    binding, submit = entry.binding, entry.submit
     assert binding is not None
     assert binding.detokenizer is not None
     return Rebind(
@@ -222,7 +222,9 @@ def rebind_command(entry: RequestEntry, continues: Attempt) -> Rebind:
         detokenizer_incarnation=binding.detokenizer.incarnation,
         columns=TokenColumns.__name__ in binding.reads,
         owner=entry.owner,
-        deadline_unix_ms=None if entry.submit is None else entry.submit.deadline_unix_ms,
+        deadline_unix_ms=None if submit is None else submit.deadline_unix_ms,
+        # Another gateway has other claims.
+        media=() if submit is None or submit.resume is None else submit.media,
     )
 
 
@@ -234,7 +236,9 @@ def _outputs(sealed: SealedOutput | None, choices: int) -> tuple[ChoiceOutput, .
 
 def command_bytes(command: Command) -> int:
     """An upper bound."""
-    if not isinstance(command, Admit):
+    if isinstance(command, Rebind):
+        return ENVELOPE_BYTES + MEDIUM_BYTES * len(command.media)
+    if isinstance(command, Abort):
         return ENVELOPE_BYTES
     outputs = sum(map(_output_bytes, command.choices))
     return outputs + admit_bytes(

@@ -69,7 +69,7 @@ class Admit(Value, tag=True):
         columns: Whether its detokenizer reads `TokenColumns`.
         tenant: Tenants are served round-robin when the worker compiles grammars.
         resume_ms: How long it goes on after its owner has died: another gateway may adopt it.
-        media: Its images; their bytes are at its owner until its end.
+        media: Its images; their bytes are at its owner until its end, or until it has another one.
     """
 
     request_id: RequestId
@@ -115,6 +115,7 @@ class Rebind(Value, tag=True):
     Attributes:
         owner: The gateway that owns it from now on; unset: the one before.
         deadline_unix_ms: Its deadline, by the clock of this owner.
+        media: Its images, whose bytes are at this owner; empty: they are where they were.
     """
 
     request_id: RequestId
@@ -125,6 +126,7 @@ class Rebind(Value, tag=True):
     columns: bool = False
     owner: Process | None = None
     deadline_unix_ms: UnixMs | None = None
+    media: Media = ()
 
     def __post_init__(self) -> None:
         if self.attempt <= self.continues:

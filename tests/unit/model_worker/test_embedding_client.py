@@ -7,15 +7,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import Running, running
 from tests.support.wait import until
+from tests.support.worker import DETOKENIZER, admit, attempt
 
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
 from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
 from antiphon.model_worker.protocol import media
+from antiphon.model_worker.protocol.held_request import HeldRequest
 from antiphon.model_worker.protocol.media import CALLS_MAX, ByteBudget, EmbeddingClient
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
@@ -24,6 +27,7 @@ from antiphon.service.startup import bind
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
 from antiphon.wire.base import Role
 from antiphon.wire.claim import MEDIUM_GONE, MEDIUM_LOST, MEDIUM_UNREACHABLE, Claim, ImageEmbedding
+from antiphon.wire.command import Rebind
 from antiphon.wire.errors import Internal, Unavailable
 from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.media import Medium, MediumSpan
@@ -50,6 +54,7 @@ class FakeEncoder:
         self._shelf = shelf
         self.asked: list[bytes] = []
         self.lost = ""
+        self.reached = ""  # the one owner that is not lost
         self.tower = self.made_by = ""
         self.tenants: list[str] = []
         self.answering = asyncio.Event()
@@ -85,7 +90,7 @@ class FakeEncoder:
         self.asked.append(digest)
         self.tenants.append(request.tenant)
         await self.answering.wait()
-        if self.lost:
+        if self.lost and request.claim.address != self.reached:
             raise Unavailable("not fetched", details={MEDIUM_LOST: self.lost})
         rows = np.full((TOKENS, WIDTH), digest[0], "<f4") + np.arange(TOKENS)[:, None] * 1000
         rows = rows.astype("<f4")
@@ -117,11 +122,13 @@ class SeeingWorker:
         client: EmbeddingClient,
         landed: asyncio.Queue[MediaLoaded],
         towers: list[str],
+        requests: dict[RequestId, HeldRequest],
     ) -> None:
         self.runtime = runtime
         self._client = client
         self._landed = landed
         self.towers = towers
+        self._requests = requests
         self._numbers = count(1)
         self._number = 0
 
@@ -129,15 +136,17 @@ class SeeingWorker:
     @asynccontextmanager
     async def lifespan(runtime: Runtime) -> AsyncGenerator[SeeingWorker]:
         landed, towers = asyncio.Queue[MediaLoaded](), list[str]()
+        requests = dict[RequestId, HeldRequest]()
         client = EmbeddingClient(
             runtime,
             MODEL,
             width=WIDTH,
             bytes_max=10**8,
+            held=requests.get,
             land=landed.put_nowait,
             use_tower=towers.append,
         )
-        yield SeeingWorker(runtime, client, landed, towers)
+        yield SeeingWorker(runtime, client, landed, towers, requests)
 
     def endpoints(self) -> tuple[()]:
         return ()
@@ -164,6 +173,7 @@ class SeeingWorker:
         *,
         tenant: str = "acme",
         tower: str | None = None,
+        resume_ms: int = 0,
     ) -> None:
         """Load rows of an image, or of `made`, what a client has embedded.
 
@@ -180,16 +190,34 @@ class SeeingWorker:
         span = MediumSpan(start=0, tokens=TOKENS, key=bytes(32))
         embedded = made is not None
         medium = Medium(span=span, width=1, height=1, claim=made or claim, embedded=embedded)
+        request_id = RequestId(f"{number:032x}")
+        whole = admit(request_id, media=(medium,), resume_ms=resume_ms)
+        self._requests[request_id] = HeldRequest(whole, [ChoiceKey(number)], 0, 0)
         load = MediaLoad(
             ChoiceKey(number),
             number,
-            RequestId(f"{number:032x}"),
+            request_id,
             TenantId(tenant),
             {0: MediumRows(medium, first, last)},
             deadline_in(30, self.runtime.clock),
             ["", *self.towers][-1] if tower is None else tower,
         )
         self._client.load(load)
+
+    def adopted(self, address: str) -> None:
+        """Another gateway has the medium of the load that was begun last, there."""
+        held = self._requests[RequestId(f"{self._number:032x}")]
+        [medium] = held.media
+        claim = msgspec.structs.replace(medium.claim, address=address)
+        rebind = Rebind(
+            request_id=held.request_id,
+            attempt=attempt(2),
+            continues=attempt(1),
+            detokenizer=DETOKENIZER.instance,
+            detokenizer_incarnation=DETOKENIZER.incarnation,
+            media=(msgspec.structs.replace(medium, claim=claim),),
+        )
+        held.rebind(rebind, 0)
 
     def end(self) -> None:
         """Release the load that was begun last."""
@@ -315,6 +343,43 @@ async def test_a_medium_whose_owner_is_gone_ends_its_request_before_the_deadline
         assert made.worker.service.bytes_held == 0
         # Another one may reach an owner that one of them does not.
         assert sum(map(bool, made.asked)) == (1 if lost == MEDIUM_GONE else 2)
+
+
+@pytest.mark.parametrize("lost", [MEDIUM_GONE, MEDIUM_UNREACHABLE])
+async def test_a_medium_is_embedded_from_the_gateway_that_adopts_its_request(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it takes no memory, which others need."""
+    monkeypatch.setattr(media, "GATEWAY_LOST_S", 0.2)
+    async with world() as made:
+        worker = made.worker.service
+        for _, encoder in made.encoders:
+            encoder.service.lost, encoder.service.reached = lost, "gateway-1:1"
+        worker.begin(1, resume_ms=20_000)
+        await until(lambda: any(made.asked) and not worker.bytes_held)
+        worker.adopted("gateway-1:1")
+        assert await worker.loaded() == 1
+        worker.begin(2, resume_ms=20_000)
+        worker.adopted("gateway-1:1")
+        assert await worker.loaded() == 2
+        worker.end()
+
+
+async def test_a_medium_that_no_gateway_adopts_ends_its_request_after_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(media, "GATEWAY_LOST_S", 0.1)
+    async with world() as made:
+        worker, clock = made.worker.service, made.worker.service.runtime.clock
+        for _, encoder in made.encoders:
+            encoder.service.lost = MEDIUM_GONE
+        began = clock.now()
+        worker.begin(1, resume_ms=300)
+        error = (await worker.landed()).error
+        assert isinstance(error, Unavailable)
+        assert error.message.endswith("is gone; send the request again")
+        assert clock.now() - began >= 0.4
+        assert sum(map(len, made.asked)) == 1, "its owner will not have it again"
 
 
 async def test_a_medium_whose_owner_is_reached_again_is_embedded() -> None:

@@ -53,6 +53,7 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.errors import EngineError, Unavailable, WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.submit import OpenList, OpenRequest
 
@@ -565,6 +566,32 @@ def test_request_is_sent_again_from_its_start_for_the_gateway_that_adopts_it(clo
     assert (row.stream.owner, row.stream.deadline_unix_ms) == (other, 70_000)
     assert bench.output.tick(9000) == []
     assert bench.output.owner_died(GATEWAY, 9000) == []
+
+
+def test_media_of_a_request_are_at_the_gateway_that_has_adopted_it() -> None:
+    """A rebind without media leaves them where they are, and so does one with another number."""
+    before, after = medium("gateway-0:1"), medium("gateway-1:1")
+    bench = Bench(admit(resume_ms=5000, media=(before,)))
+    for n, media, known in ((2, (), before), (3, (after,), after), (4, (before,) * 2, after)):
+        bench.command(
+            Rebind(
+                request_id=R,
+                attempt=attempt(n),
+                continues=attempt(n - 1),
+                detokenizer=DETOKENIZER.instance,
+                detokenizer_incarnation=DETOKENIZER.incarnation,
+                media=media,
+            )
+        )
+        held = bench.output.find(R)
+        assert held is not None
+        assert held.media == (known,)
+
+
+def medium(address: str) -> Medium:
+    claim = msgspec.structs.replace(PROMPT.claim, address=address)
+    span = MediumSpan(start=0, tokens=1, key=bytes(32))
+    return Medium(span=span, width=1, height=1, claim=claim)
 
 
 def test_a_rebind_sends_nothing_of_what_was_stopped_whether_or_not_it_had_ended() -> None:

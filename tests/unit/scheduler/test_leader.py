@@ -18,6 +18,7 @@ from tests.unit.scheduler.stage import (
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
 from antiphon.wire.base import FinishReason, ProcessState, Role
+from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Admit, ChoiceOutput
 from antiphon.wire.errors import (
@@ -32,6 +33,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId, TenantId
+from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.seal import DETAILS_BYTES_MAX, AttemptsSealed, SealedRequest, SealRequest
 from antiphon.wire.submit import AdoptRequest, NoticeBatch, OwnerSeal, ResumeWindow, SubmitRequest
@@ -514,6 +516,51 @@ def test_adopted_request_waits_for_a_gateway_that_has_not_got_the_answer() -> No
     other.open.clear()
     stage.pass_s(2.0)
     assert not stage.leader.has_request(request.request_id)
+
+
+def test_claims_of_media_where_a_request_is_adopted_go_to_its_worker_and_to_the_next_one() -> None:
+    """The gateway that adopts it submits it again, once it has the media."""
+    stage, gateway, worker, detokenizer = usual()
+    resume, before = ResumeWindow(window_ms=20_000), (medium("gateway-0:1"),)
+    request = stage.submit("r", resume=resume, media=before)
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    worker.reports(sent_to(detokenizer.process, admit.request_id, admit.attempt))
+    detokenizer.accepted(admit, [1, 2])
+    other = stage.enter(Role.GATEWAY, "gateway-1")
+    other.open[request.request_id] = open_entry(request, admit.attempt)
+    adopted = stage.leader.adopt(adopting(request)).submit
+    stage.listen()
+    renewed = msgspec.structs.replace(adopted, media=(medium("gateway-1:1"),))
+    for _ in range(2):  # a retry changes nothing
+        stage.leader.submit(renewed)
+        stage.listen()
+    first, second = stage.rebinds()
+    assert (first.media, second.media) == (before, renewed.media)
+    assert (second.owner, second.continues) == (other.process, first.attempt)
+    worker.silent = True
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(4.0)
+    (last,) = stage.admits()[1:]
+    assert (last.media, last.choices[0].output_ids) == (renewed.media, pack_ids([1, 2]))
+
+
+def test_rebind_of_a_request_that_no_other_gateway_can_adopt_leaves_its_media_as_they_are() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", media=(medium("gateway-0:1"),))
+    (admit,) = stage.admits()
+    worker.reports(sent_to(detokenizer.process, admit.request_id, admit.attempt))
+    gateway.follows(request.request_id, admit.attempt)
+    detokenizer.silent = True
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    stage.pass_s(4.0)
+    assert {rebind.media for rebind in stage.rebinds()} == {()}
+
+
+def medium(address: str) -> Medium:
+    claim = Claim(address=address, token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
+    span = MediumSpan(start=0, tokens=4, key=bytes(32))
+    return Medium(span=span, width=1, height=1, claim=claim)
 
 
 def test_gateway_that_adopts_is_sent_all_though_the_rebinds_were_lost() -> None:

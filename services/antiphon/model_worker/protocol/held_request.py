@@ -269,6 +269,7 @@ class HeldRequest:
         requeued: Heartbeats list it until the leader runs another attempt.
         resume_ms: How long it goes on without an owner, if none adopts it before.
         unowned_ms: When its owner has died, or has closed it, by our clock.
+        media: Its media, with claims at the owner that it has by now.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
@@ -285,6 +286,7 @@ class HeldRequest:
         self.requeued = False
         self.resume_ms = admit.resume_ms
         self.unowned_ms: int | None = None
+        self.media = admit.media
         self.tokens_max = prompt_tokens + admit.sampling.max_new_tokens
         self._stream = TokenStream(
             owner=admit.owner,
@@ -343,6 +345,8 @@ class HeldRequest:
     def rebind(self, message: Rebind, now_ms: int) -> None:
         """Send all of it again, to another detokenizer or for another owner."""
         self.attempt, self.detokenizer = message.attempt, message.detokenizer
+        if len(message.media) == len(self.media):
+            self.media = message.media
         stream = self._stream
         if message.owner is not None and message.owner != self.owner:
             self.owner, self.unowned_ms = message.owner, None

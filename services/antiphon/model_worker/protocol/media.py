@@ -5,9 +5,10 @@ encoders, for requests that are about to need them.
 
 The batching loop calls `load` and `release`, which return at once; everything else is done in the
 event loop. Encoders are called again until the request's deadline: the medium is at its owner, and
-they hold nothing that is not found again. If the owner is gone, the request ends. A medium has an
-encoder that is asked first, which may have it in its cache; the next one is asked where that one is
-gone, has too much to do, or does not reach the owner.
+they hold nothing that is not found again. If the owner is gone, the request ends, unless another
+gateway takes its place: its claims are read anew for each call. A medium has an encoder that is
+asked first, which may have it in its cache; the next one is asked where that one is gone, has too
+much to do, or does not reach the owner.
 
 Tenants take turns, for memory and for encoders.
 
@@ -24,6 +25,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from antiphon.bus.transport import NoResponders
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
+    from antiphon.model_worker.protocol.held_request import HeldRequest
     from antiphon.model_worker.protocol.worker_output import DropPrompt, FetchPrompt
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
@@ -87,12 +90,32 @@ GATEWAY_LOST_S = 20.0
 requests are dropped; one that lives listens where workers cannot connect."""
 
 
+class MediumLost(Unavailable):
+    """A medium of a request is not where its claim says, and will not be there again.
+
+    Attributes:
+        index: Of the medium in the request.
+        claim: What was to be fetched.
+    """
+
+    index: int
+    claim: Claim
+
+    @classmethod
+    def of(cls, index: int, claim: Claim) -> MediumLost:
+        text = "the gateway that held a medium of the request is gone; send the request again"
+        lost = cls(text, param=f"media.{index}", retry_after_s=1.0)
+        lost.index, lost.claim = index, claim
+        return lost
+
+
 class EmbeddingClient:
     """Embeddings by encoders, as the batching loop's `MediaStore`.
 
     What is loaded and not released takes at most `bytes_max`; further loads wait. `width` is that
-    of the embeddings. `use_tower` is called with each digest of the model that makes them from then
-    on; the first one is empty, that of encoders up to version 0.4, which announce none.
+    of the embeddings, and `held` finds a request while it is here. `use_tower` is called with each
+    digest of the model that makes them from then on; the first one is empty, that of encoders up to
+    version 0.4, which announce none.
     """
 
     def __init__(
@@ -102,12 +125,14 @@ class EmbeddingClient:
         *,
         width: int,
         bytes_max: int,
+        held: Callable[[RequestId], HeldRequest | None],
         land: Callable[[MediaLoaded], None],
         use_tower: Callable[[str], None],
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._width = width
+        self._held = held
         self._land = land
         self._tower, self._use_tower = "", use_tower
         self._budget = ByteBudget(bytes_max)
@@ -160,11 +185,45 @@ class EmbeddingClient:
             self._land(done)
 
     async def _loaded(self, load: MediaLoad) -> dict[int, Floats]:
+        """Load all rows; a request whose gateway is lost waits for another one, if it can have it.
+
+        Raises:
+            EngineError: A medium is at fault, or lost.
+        """
+        while True:
+            try:
+                return await self._rows(load)
+            except MediumLost as lost:
+                self._budget.free((load.key, load.number))  # others take it while this one waits
+                await self._claim_changed(load, lost)
+
+    async def _rows(self, load: MediaLoad) -> dict[int, Floats]:
         size_bytes = sum(self._size_bytes(wanted) for wanted in load.media.values())
         await self._budget.take((load.key, load.number), size_bytes, load.tenant)
         pairs = [*load.media.items()]
         rows = await gather([self._embedding(load, index, wanted) for index, wanted in pairs])
         return {index: each for (index, _), each in zip(pairs, rows, strict=True)}
+
+    async def _claim_changed(self, load: MediaLoad, lost: MediumLost) -> None:
+        """Wait until a lost medium is at another gateway, at which its client resumes the stream.
+
+        Raises:
+            MediumLost: No gateway has adopted the request in its window, or it has no medium.
+        """
+        held, clock = self._held(load.request_id), self._runtime.clock
+        resume_ms = 0 if held is None else held.resume_ms
+        until = clock.now() + (resume_ms / 1000 + GATEWAY_LOST_S if resume_ms else 0.0)
+        while self._medium(load, lost.index).claim == lost.claim:
+            if clock.now() >= until:
+                fields = {"request_id": load.request_id, "medium": lost.index}
+                log.warning("medium lost", extra=fields)
+                raise lost
+            await asyncio.sleep(RETRY_S)
+
+    def _medium(self, load: MediaLoad, index: int) -> Medium:
+        """A medium of a load, with its claim at the gateway that its request has by now."""
+        held = self._held(load.request_id)
+        return load.media[index].medium if held is None else held.media[index]
 
     def _size_bytes(self, wanted: MediumRows) -> int:
         """Memory of these rows, and of parts at their ends."""
@@ -177,24 +236,28 @@ class EmbeddingClient:
         """Call encoders until one has answered: (rows, width).
 
         Raises:
-            EngineError: The medium is at fault, or its owner is gone; the error names its index.
+            MediumLost: Its owner is gone.
+            EngineError: The medium is at fault; the error names its index.
         """
         pause_s, passed = RETRY_S, 0
         clock, lost_at = self._runtime.clock, math.inf
         while True:
+            medium = self._medium(load, index)
+            if medium.claim != wanted.medium.claim:
+                wanted, lost_at = msgspec.structs.replace(wanted, medium=medium), math.inf
             try:
-                if wanted.medium.embedded:
+                if medium.embedded:
                     return await self._sent(wanted, self._left_s(load))
-                encoder = self._encoder(wanted.medium, load.tower, passed)
+                encoder = self._encoder(medium, load.tower, passed)
                 return await self._in_turn(load, wanted, encoder)
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
-                log.info("medium not embedded yet", extra=fields)
+                log.info("medium not embedded yet", extra={**fields, "reason": error.message})
                 lost = error.details.get(MEDIUM_LOST)
                 if lost is not None:
                     lost_at = min(lost_at, clock.now())
                     if lost == MEDIUM_GONE or clock.now() - lost_at >= GATEWAY_LOST_S:
-                        raise self._lost(load, index, error) from error
+                        raise MediumLost.of(index, medium.claim) from error
                 # One that is slow goes on with it, and has it when it is asked again.
                 passed += isinstance(error, Overloaded | NoResponders) or lost is not None
             except EngineError as error:
@@ -202,14 +265,6 @@ class EmbeddingClient:
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
-
-    @staticmethod
-    def _lost(load: MediaLoad, index: int, error: EngineError) -> Unavailable:
-        """The error of a medium whose gateway has died, or holds it no longer."""
-        fields = {"request_id": load.request_id, "medium": index, "reason": error.message}
-        log.warning("medium lost", extra=fields)
-        text = "the gateway that held a medium of the request is gone; send the request again"
-        return Unavailable(text, param=f"media.{index}", retry_after_s=1.0)
 
     async def _sent(self, wanted: MediumRows, left_s: float) -> Floats:
         """Fetch rows of what a client has embedded, from their owner."""

@@ -141,6 +141,9 @@ class WorkerOutput:
     def has_unsent(self) -> bool:
         return self._outbox.filled
 
+    def find(self, request_id: RequestId) -> HeldRequest | None:
+        return self._held.get(request_id)
+
     def held(self) -> tuple[RunningRequest, ...]:
         self._plain.write_lengths()
         return tuple(held.line(exact=True) for held in self._held.values())
