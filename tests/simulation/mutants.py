@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.simulation.list_worlds import open_lists, running_lists
+from tests.simulation.owner_world import renew_media
 from tests.simulation.protocol_world import freeze_leaders, move_attempts, note_silences
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
@@ -441,8 +442,21 @@ def taken_from_an_answer(right: Callable[..., Any]) -> Callable[..., Any]:
     return accept
 
 
+def renewed_if_idle(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Media that come while a submit is under way wait for the next one, which may never be."""
+
+    def renew(self: Owner, request_id: Any, media: Any) -> Any:
+        actions, request = right(self, request_id, media), self._requests.get(request_id)
+        if request is not None and request.submitting:
+            request.renewed = False
+        return actions
+
+    return renew
+
+
 MUTANTS = (
     Mutant("leader taken from an answer", Owner, "_accept", taken_from_an_answer, freeze_leaders),
+    Mutant("media come during a submit", Owner, "renew_media", renewed_if_idle, renew_media),
     Mutant("late one taken for ended", PeerTable, "take_late", taken_for_ended, note_silences),
     Mutant("late one not probed", PeerTable, "take_late", never_probed, note_silences),
     Mutant("choice not dropped", EngineCore, "drop", never_dropped, move_attempts),

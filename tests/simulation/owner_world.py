@@ -14,9 +14,11 @@ from antiphon.config.gateway import GatewayConfig
 from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, Finished, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
+from antiphon.wire.claim import Claim
 from antiphon.wire.errors import DeadlineExceeded, EngineError
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import (
     CancelRequest,
@@ -141,6 +143,7 @@ class World:
         self.truth: dict[RequestId, str] = {}
         self.lost: set[RequestId] = set()
         self.tombstones: set[RequestId] = set()
+        self.submitted: dict[RequestId, SubmitRequest] = {}  # what a leader has got last
         self.lists: list[OpenList] = []
         self.asks = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -257,6 +260,7 @@ class World:
         answer: SubmitAccepted | EngineError = DeadlineExceeded("no answer")
         answered = False
         if self.random.random() >= self.loss:
+            self.submitted[request_id] = message
             known = self.detokenizer.texts.keys() | self.lost | self.tombstones
             if request_id not in known:
                 assert message.attempt_floor is None
@@ -284,6 +288,30 @@ class World:
     def _answer(self, answered: bool, event: Callable[[], list[Action]]) -> None:
         """What the owner does when a call is answered, or has waited for an answer in vain."""
         self.later(0.001 if answered else CALL_S, lambda: self.do(event()))
+
+
+def renew_media(seed: int) -> None:
+    """A request that waits has its media at its gateway some time after it was adopted.
+
+    Whatever is lost, repeated or led anew meanwhile, a leader has their claims soon after.
+    """
+    world, request_id = World(seed, loss=0.2), RequestId("r")
+    chance = world.random
+    world.open(request_id)
+    if chance.random() < 0.5:
+        world.later(chance.uniform(0, 2), world.lead_anew)
+    moment = chance.choice((0.0, 0.0005, chance.uniform(0.001, 3)))
+    claims = (medium("here:1"),)
+    world.later(moment, lambda: world.do(world.owner.renew_media(request_id, claims)))
+    world.run(TIMEOUT_S - 1)
+    ended = world.received[request_id].ended
+    assert ended is not None or world.submitted[request_id].media == claims
+
+
+def medium(address: str, token: str = "00") -> Medium:
+    claim = Claim(address=address, token=token, size_bytes=1, digest=bytes(32), expires_unix_ms=0)
+    span = MediumSpan(start=0, tokens=1, key=bytes(32))
+    return Medium(span=span, width=1, height=1, claim=claim)
 
 
 def open_by(lists: Sequence[OpenList]) -> set[RequestId]:

@@ -13,7 +13,9 @@ from tests.simulation.owner_world import (
     Detokenizer,
     Received,
     World,
+    medium,
     open_by,
+    renew_media,
     submission,
 )
 
@@ -414,6 +416,24 @@ def test_text_of_a_request_that_was_adopted_without_an_answer_is_fetched() -> No
     assert [a.detokenizer for a in actions if isinstance(a, ResumeText)] == [sender]
     world.do(world.owner.text_arrived(msgspec.structs.replace(first, seq=2)))
     assert received(world).text == "all"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_claims_of_renewed_media_reach_the_leader_whatever_is_lost(seed: int) -> None:
+    renew_media(seed)
+
+
+def test_media_of_a_request_that_has_ended_are_not_submitted() -> None:
+    world = World(0, 0.0)
+    assert world.owner.renew_media(RequestId("r"), (medium("here:1"),)) == []
+    submit = msgspec.structs.replace(
+        submission("r", world.clock), resume=ResumeWindow(window_ms=20_000)
+    )
+    world.received[RequestId("r")] = Received(0.0)
+    world.do(world.owner.open(submit))
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    world.do(world.owner.text_arrived(ended(batch_of(world, 1, text="all", n=1))))
+    assert world.owner.renew_media(RequestId("r"), (medium("here:1"),)) == []
 
 
 def test_rewound_output_is_sealed_before_any_of_it_is_delivered_again() -> None:

@@ -138,6 +138,7 @@ class Cluster:
     first_id: int = 10  # of the first token of the script
     logprob: float = -0.5  # likewise
     reranks: bool = False  # the chat template asks for yes or no
+    sees: bool = False  # it takes images, and generates
     words: dict[str, int] = field(default_factory=dict)  # texts that are one token
     origins: tuple[Origin, ...] = ()
     weights: str = "7"  # weight version in heartbeats
@@ -280,7 +281,7 @@ class Cluster:
                 second_from=first if request.pair else None,
                 pooling=self.pooling,
                 transcription=self.transcription,
-                sees=self.pooling is not None and self.pooling.images,
+                sees=self.sees or (self.pooling is not None and self.pooling.images),
                 media=tuple(
                     MediumSpan(start=0, tokens=0, key=bytes(32), placeholders=1)
                     for _ in request.media
@@ -313,7 +314,8 @@ class Cluster:
             delivery.refuse(self.submit_error)
             return
         delivery.respond(SubmitAccepted(request_id=request.request_id, term=TERM, position=0))
-        self.group.create_task(self._generate(request))
+        if request.request_id not in self.owners:  # else it runs already
+            self.group.create_task(self._generate(request))
 
     async def _generate(self, request: SubmitRequest) -> None:
         for step in range(1 if self._is_vector(request) else len(self.script)):

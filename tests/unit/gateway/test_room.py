@@ -25,8 +25,7 @@ from antiphon.wire.ids import TenantId
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from antiphon.gateway.media.intake import HeldMedia
-    from antiphon.gateway.media.stored import SharedMedia
+    from antiphon.gateway.media.stored import HeldMedia, SharedMedia
 
 IMAGE = picture(1)
 SIZE = len(IMAGE)

@@ -18,16 +18,23 @@ from antiphon.gateway.media.audio_header import read_audio_header
 from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
 from antiphon.gateway.media.room import RequestRoom
-from antiphon.gateway.media.stored import SharedMedia, StoredMedium, medium_identity
+from antiphon.gateway.media.stored import (
+    HeldMedia,
+    HeldPrompt,
+    SharedMedia,
+    StoredMedium,
+    medium_identity,
+)
 from antiphon.gateway.media.video_header import read_video_header
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
-from antiphon.wire.claim import AudioWindow, PixelLimits, PromptClaim, VideoHeader
+from antiphon.transfer.blobs import fetch as fetch_claim
+from antiphon.wire.claim import AudioWindow, PixelLimits, VideoHeader
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.ids import DEFAULT_TENANT
-from antiphon.wire.media import Medium, MediumHeader
+from antiphon.wire.media import MediumHeader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import TenantId
-    from antiphon.wire.media import EmbeddingForm, MediumSpan, NumberType
+    from antiphon.wire.media import EmbeddingForm, Medium, NumberType
 
 LINGER_S = 30.0
 """How long media and prompts are held behind a request's deadline, at most."""
@@ -52,47 +59,6 @@ NAMES_MAX = 16_384
 """Media that are kept by their uuid: a name takes up to a kilobyte, however small its image is."""
 _PARTS_MAX = 16
 """Parts of an embedding: their checksums are in each message that has its claim."""
-
-
-class HeldMedia:
-    """The media of one request, in order. They are held until `discard`, or for some time."""
-
-    def __init__(self, store: BlobStore, held: Sequence[StoredMedium]) -> None:
-        self.headers = tuple(each.header for each in held)
-        self._store = store
-        self._claims = tuple(each.claim for each in held)
-
-    def placed(self, spans: Sequence[MediumSpan]) -> tuple[Medium, ...]:
-        """The media with their places in the prompt."""
-        return tuple(
-            Medium(
-                span=span,
-                width=header.width,
-                height=header.height,
-                claim=claim,
-                limits=header.limits,
-                embedded=header.rows > 0,
-                video=header.video,
-                audio=header.audio,
-            )
-            for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
-        )
-
-    def discard(self) -> None:
-        claims, self._claims = self._claims, ()
-        for claim in claims:
-            self._store.discard(claim)
-
-
-class HeldPrompt:
-    """The ids of one request's prompt. They are held until `discard`, or for some time."""
-
-    def __init__(self, store: BlobStore, claim: Claim) -> None:
-        self.claim = PromptClaim(claim=claim)
-        self._store = store
-
-    def discard(self) -> None:
-        self._store.discard(self.claim.claim)
 
 
 class MediaIntake:
@@ -213,6 +179,40 @@ class MediaIntake:
         return HeldMedia(
             self._store, [held[medium_identity(each)].scaled(limits) for each, limits in pairs]
         )
+
+    async def take_over(self, media: Sequence[Medium], lifetime_s: float) -> HeldMedia:
+        """Fetch media that another gateway holds, each once, and hold them here, too.
+
+        Raises:
+            Unavailable: It has died, or holds them no longer.
+            InvalidRequest: There can never be room for them.
+            Overloaded: There is none in time.
+        """
+        request = RequestRoom(self._store, videos=any(each.video for each in media))
+        held: dict[str, StoredMedium] = {}
+
+        async def take(medium: Medium) -> None:
+            claim, config = medium.claim, self._config
+            limit_s = config.fetch_timeout_s if not medium.video else config.video_fetch_timeout_s
+            with request.medium(claim.size_bytes) as room:
+                await room.take(claim.size_bytes)
+                data = await fetch_claim(claim, timeout_s=limit_s, bytes_max=claim.size_bytes)
+                stored = room.put(
+                    data,
+                    lifetime_s + LINGER_S,
+                    checksum=claim.digest,
+                    part_bytes=claim.part_bytes,
+                    part_digests=claim.part_digests,
+                )
+            header = MediumHeader(digest=claim.digest, width=medium.width, height=medium.height)
+            held[claim.token] = StoredMedium(header, stored)
+
+        try:
+            await gather([take(each) for each in {m.claim.token: m for m in media}.values()])
+        except BaseException:
+            HeldMedia(self._store, [*held.values()]).discard()
+            raise
+        return HeldMedia(self._store, [held[each.claim.token] for each in media])
 
     def _limits(self, limits: PixelLimits, source: MediumSource) -> PixelLimits | None:
         """Fill in the limits that a request does not set; None if the model's hold alone.

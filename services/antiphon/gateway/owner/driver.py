@@ -46,11 +46,13 @@ from antiphon.wire.text import ResumeText, TextBatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
+    from antiphon.gateway.media.stored import HeldMedia
     from antiphon.gateway.owner.machine import Owner
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.media import Medium
 
 M = TypeVar("M")
 Q = TypeVar("Q", bound=Message)
@@ -172,6 +174,20 @@ class OwnerDriver:
         self._streams[request_id] = stream
         self._idle.clear()
         self._apply(self._owner.adopt(adopted, client_has))
+
+    def hold_media(self, request_id: RequestId, held: HeldMedia, media: tuple[Medium, ...]) -> None:
+        """Own the media of an adopted request, with these claims; unless it has ended."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.media is not None:
+            held.discard()
+            return
+        stream.media = held
+        self._apply(self._owner.renew_media(request_id, media))
+
+    def lose_media(self, request_id: RequestId, error: EngineError) -> None:
+        """Go on without the media of an adopted request; it ends so if they are needed."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.media_error = error
 
     def streams(self) -> tuple[RequestStream, ...]:
         return tuple(self._streams.values())

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
     from antiphon.wire.heartbeat import StreamSeq
+    from antiphon.wire.media import Medium
 
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,18 @@ class Owner:
         request = self._requests.get(request_id)
         return None if request is None else request.submit
 
+    def renew_media(self, request_id: RequestId, media: tuple[Medium, ...]) -> list[Action]:
+        """Submit a request again, whose media are at this gateway now, which has adopted it.
+
+        The leader sends their claims to its worker, and to those that it migrates to.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and not request.ended:
+            request.renew_media(media)
+            if not request.submitting:
+                self._submit(request)
+        return self._take_actions()
+
     def detach(self, request_id: RequestId) -> list[Action]:
         """Go on for a while without a client, which may resume the output."""
         request = self._requests.get(request_id)
@@ -260,6 +273,8 @@ class Owner:
             request.submitting = False
             if isinstance(answer, SubmitAccepted):
                 self._accept(request, answer.term)
+                if request.renewed:
+                    self._submit(request)
             elif _is_retryable(answer, accepted=request.accepted):
                 self._retry(request, answer)
             elif isinstance(answer, RequestTooLarge) and request.sealed_to is not None:
@@ -413,6 +428,7 @@ class Owner:
 
     def _submit(self, request: OwnedRequest) -> None:
         request.submitting = True
+        request.renewed = False
         self._timers.drop(("submit", request.id))
         self._actions.append(request.submission(self._clock.now()))
 

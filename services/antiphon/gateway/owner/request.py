@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from antiphon.service.clock import Clock
     from antiphon.wire.heartbeat import StreamSeq
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
+    from antiphon.wire.media import Medium
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
@@ -202,6 +203,7 @@ class OwnedRequest:
         client_has: What the client of an adopted request has of each choice: bytes of its text, and
             token outputs up to an offset.
         resumed: Its output is delivered from the beginning to a client that has some of it.
+        renewed: Its media have other claims than in the last submit.
     """
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
@@ -215,6 +217,7 @@ class OwnedRequest:
         self.accepted = False  # a leader has, or had, the request
         self.term: Term | None = None  # of the leader that accepted it last
         self.submitting = False  # a submit is in flight
+        self.renewed = False
         self.tries = 0  # consecutive submits that found no leader
         self.silence_s = 0.0  # without progress for so long, it is submitted again
         self.usage = Usage()
@@ -271,6 +274,10 @@ class OwnedRequest:
         self.has_client, self.ended, self.resumed = True, False, True
         for choice in self._choices:
             choice.rewind()
+
+    def renew_media(self, media: tuple[Medium, ...]) -> None:
+        self.submit = msgspec.structs.replace(self.submit, media=media)
+        self.renewed = True
 
     def submission(self, now: float) -> SubmitRequest:
         """The submit to send now; a repeated one names the delivered attempt."""

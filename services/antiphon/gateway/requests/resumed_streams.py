@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.renewed_media import RenewedMedia
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import RequestId
 
@@ -29,6 +30,7 @@ class ResumedStreams:
     driver: OwnerDriver
     metrics: GatewayMetrics
     ids: ClientIds
+    media: RenewedMedia
 
     async def open(
         self,
@@ -51,6 +53,7 @@ class ResumedStreams:
         if adopted.changed or self.driver.find(request_id) is None:
             stream = self._stream(submit, gen_request, reservation)
             self.driver.open_adopted(stream, adopted, client_has)
+            self.media.begin(gen_request, submit)
             return stream
 
         def ended_before() -> RequestStream:

@@ -22,6 +22,7 @@ from antiphon.gateway.requests.generation_request import (
 )
 from antiphon.gateway.requests.output_budget import TokenOutputBudget, output_bytes
 from antiphon.gateway.requests.pooling import OPEN_MAX
+from antiphon.gateway.requests.renewed_media import RenewedMedia
 from antiphon.gateway.requests.resumed_streams import ResumedStreams
 from antiphon.gateway.requests.submit_request import (
     SubmitRequestBuilder,
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
-    from antiphon.gateway.media.intake import HeldMedia, HeldPrompt, MediaIntake
-    from antiphon.gateway.media.stored import SharedMedia
+    from antiphon.gateway.media.intake import MediaIntake
+    from antiphon.gateway.media.stored import HeldMedia, HeldPrompt, SharedMedia
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.service import Runtime
@@ -90,7 +91,8 @@ class Submission:
         gateway = self.runtime.settings.gateway
         preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
         self._builder = SubmitRequestBuilder(self.runtime, self.model, preferred)
-        self._resumed = ResumedStreams(self.runtime, self.driver, self.metrics, self._ids)
+        media = RenewedMedia(self.runtime, self.driver, self.media, self._open_media)
+        self._resumed = ResumedStreams(self.runtime, self.driver, self.metrics, self._ids, media)
         self.served = served_names(self.runtime.settings)
         self._seeds = Seeds.of(self.runtime.settings, self.runtime.process.instance)
 

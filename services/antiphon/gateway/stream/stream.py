@@ -11,14 +11,14 @@ import msgspec
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent, TextDelta
 from antiphon.wire.base import Usage
-from antiphon.wire.errors import GatewayLost
+from antiphon.wire.errors import GatewayLost, Unavailable
 from antiphon.wire.token_outputs import TokenOutputsChunk, join_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from antiphon.gateway.access.limits import QuotaReservation
-    from antiphon.gateway.media.intake import HeldMedia, HeldPrompt
+    from antiphon.gateway.media.stored import HeldMedia, HeldPrompt
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import FinishReason
     from antiphon.wire.errors import EngineError
@@ -51,8 +51,9 @@ class RequestStream:
     name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
     starts_in_reasoning: bool = False
     truncated: bool = False
-    media: HeldMedia | None = None  # held until the end; if it is resumed elsewhere, for their time
-    prompt: HeldPrompt | None = None  # likewise, if it is too long for a message
+    media: HeldMedia | None = None  # held until the end
+    media_error: EngineError | None = None  # why those of an adopted request are not here
+    prompt: HeldPrompt | None = None  # held until the end, if it is too long for a message
     labels: tuple[str, ...] = ()  # values of its custom metric labels
     detached: bool = False  # its output has no reader, and is not kept here
     resumed: bool = False  # its output has been delivered before, perhaps by another gateway
@@ -90,19 +91,29 @@ class RequestStream:
             case Finished():
                 self.finish_reason = event.reason
             case Ended():
-                self.ended = event
+                event = self.ended = self._explained(event)
                 self.ended_at = now
                 self.trace.end(event.error)
                 self.reservation.end(event.usage.prompt_tokens + event.usage.completion_tokens)
-                goes_on = isinstance(event.error, GatewayLost)  # elsewhere, with what is held here
-                for held in (self.media, self.prompt):
-                    if held is not None and not goes_on:
-                        held.discard()
+                if self.prompt is not None:
+                    self.prompt.discard()
+                if self.media is not None and isinstance(event.error, GatewayLost):
+                    self.media.hand_over()  # it goes on elsewhere
+                elif self.media is not None:
+                    self.media.discard()
                 if self.on_end is not None:
                     self.on_end()
         if not self.detached:
             self._events.append(event)
             self.wakeup.set()
+
+    def _explained(self, ended: Ended) -> Ended:
+        """Give the reason of an end for want of a medium, which only this gateway knows."""
+        error, reason = ended.error, self.media_error
+        if reason is None or not isinstance(error, Unavailable):
+            return ended
+        named = (error.param or "").startswith("media.")
+        return Ended(ended.usage, reason) if named else ended
 
     async def get(self) -> list[StreamEvent]:
         """Wait for events and return all available ones in order. The last event is `Ended`."""
