@@ -7,9 +7,11 @@ import math
 import random
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.simulation.owner_world import medium
 from tests.simulation.protocol_engine import WorkerEngine
 
 from antiphon.bus.transport import BusDown, NoResponders
@@ -46,7 +48,13 @@ from antiphon.wire.command import (
     ResendTokens,
     StopChoice,
 )
-from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    GatewayLost,
+    Unavailable,
+    WrongTerm,
+)
 from antiphon.wire.heartbeat import (
     ClaimName,
     FetchRunningList,
@@ -101,6 +109,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.state import ChoiceKey, RequestState
     from antiphon.service.clock import Clock
+    from antiphon.wire.media import Medium
 
 MODEL = ModelName("model")
 BEAT_S = 0.5
@@ -118,6 +127,10 @@ LONG_PROMPT_BYTES = 80
 """Longer prompts stay at their gateways, and workers fetch them."""
 FETCH_RETRY_S = 0.2
 FETCH_GIVEN_UP_S = 20.0
+RENEWED_S = 2.0
+"""How long a gateway that adopts a request takes for its medium, at most."""
+HANDOVER_S = 5.0
+"""How long the one before holds it from then on."""
 MESSAGE_BYTES_MAX = 1000 * 1024
 
 
@@ -309,6 +322,10 @@ class GatewayNode(Node):
         self._deliver = deliver
         self._wakes_at = -math.inf  # it sets no timer before it starts
         self.prompts: dict[str, bytes] = {}
+        self.media: dict[RequestId, str] = {}  # the token of each, of one medium a request
+        self.leaving: set[str] = set()  # tokens of those that go on elsewhere
+        self._tokens = count(1)
+        self._random = random.Random(f"media {self.name}")
         self.peers.watch(self._watch)
         network.listen(self, TEXT, self._on_text, gateway=instance)
         network.listen(self, NOTICE, self._on_notice, gateway=instance)
@@ -363,7 +380,9 @@ class GatewayNode(Node):
                 refused(reply)
             elif reply.changed or self.owner.find(request_id) is None:
                 opened()
+                self._hand_over(request_id)
                 self._act(self.owner.adopt(reply, client_has))
+                self._renew(reply.submit)
             else:
                 opened()
                 self._act(self.owner.rewind(request_id))
@@ -376,6 +395,33 @@ class GatewayNode(Node):
     def send_prompt(self, claim: Claim) -> bytes | None:
         """What a worker gets that fetches a prompt; None if it is here no longer."""
         return self.prompts.get(claim.token)
+
+    def hold(self, request_id: RequestId) -> Medium:
+        """Own a medium of a request from now on."""
+        token = self.media[request_id] = f"{request_id} {next(self._tokens)}"
+        return medium(self.name, token)
+
+    def has_medium(self, claim: Claim) -> bool:
+        return claim.token in self.leaving or claim.token in self.media.values()
+
+    def _renew(self, submit: SubmitRequest) -> None:
+        """Have the medium of an adopted request some time later, as `RenewedMedia` does."""
+
+        def renew() -> None:
+            request = self.owner._requests.get(submit.request_id)
+            if request is None or request.ended or submit.request_id in self.media:
+                return
+            media = (self.hold(submit.request_id),)
+            self._act(self.owner.renew_media(submit.request_id, media))
+
+        if submit.media:
+            pause_s = self._random.uniform(0, RENEWED_S)
+            self.timeline.after(pause_s, lambda: self.run(renew))
+
+    def _hand_over(self, request_id: RequestId) -> None:
+        if (token := self.media.pop(request_id, None)) is not None:
+            self.leaving.add(token)
+            self.timeline.after(HANDOVER_S, lambda: self.leaving.discard(token))
 
     def _on_text(self, batch: TextBatch) -> None:
         self._act(self.owner.text_arrived(batch))
@@ -403,6 +449,9 @@ class GatewayNode(Node):
             match action:
                 case Deliver(request_id, event):
                     if isinstance(event, Ended):
+                        if isinstance(event.error, GatewayLost):
+                            self._hand_over(request_id)
+                        self.media.pop(request_id, None)
                         self.prompts.pop(request_id, None)
                     self._deliver(self, request_id, event)
                     if isinstance(event, TextDelta):
@@ -635,6 +684,8 @@ class WorkerNode(Node):
         self.awake = False
         self._states: dict[ChoiceKey, RequestState] = {}
         self.fetching: set[tuple[RequestId, Attempt]] = set()
+        self.loading: set[ChoiceKey] = set()  # their media are fetched
+        self._media_random = random.Random(f"media {self.name}")
         self._gateway = gateway
         self._answer = answer
         self._random = random.Random(self.name)
@@ -731,12 +782,10 @@ class WorkerNode(Node):
     def _act(self, actions: Iterable[WorkerAction]) -> None:
         for action in actions:
             if isinstance(action, RunChoice):
-                state = action.state
-                before = bytes(list(unpack_ids(state.output_ids)))
-                answer = self._answer(state.prompt_ids, state.choice, before)
-                self._states[action.key] = state
-                self.engine.run(action.key, state, answer)
-                self._wake()
+                if action.state.media:
+                    self._load(action)
+                else:
+                    self._run(action)
             elif isinstance(action, FetchOpenList):
                 self.say(OPEN_FETCH, action, gateway=action.gateway.instance)
             elif isinstance(action, FetchPrompt):
@@ -744,10 +793,52 @@ class WorkerNode(Node):
                 self._fetch(action, self.clock.now() + FETCH_GIVEN_UP_S)
             elif isinstance(action, DropPrompt):
                 self.fetching.remove((action.request_id, action.attempt))
+            elif action.key in self.loading:
+                self.loading.remove(action.key)
             else:
                 self.engine.mailbox.drop(action.key, action.kept)
                 self._wake()
         self._publish()
+
+    def _run(self, wanted: RunChoice) -> None:
+        state = msgspec.structs.replace(wanted.state, media=())  # its model sees none
+        before = bytes(list(unpack_ids(state.output_ids)))
+        answer = self._answer(state.prompt_ids, state.choice, before)
+        self._states[wanted.key] = state
+        self.engine.run(wanted.key, state, answer)
+        self._wake()
+
+    def _load(self, wanted: RunChoice) -> None:
+        """Fetch the medium of a choice before it runs, as `EmbeddingClient` does."""
+        self.loading.add(wanted.key)
+        known, lost_at, until = wanted.state.media[0].claim, math.inf, math.inf
+
+        def fetch() -> None:
+            nonlocal known, lost_at, until
+            held = self.output.find(wanted.state.request_id)
+            if held is None or wanted.key not in self.loading:
+                return
+            now, claim = self.clock.now(), held.media[0].claim
+            if claim != known:
+                known, lost_at, until = claim, math.inf, math.inf
+            gateway = self._gateway(claim.address)
+            reached = gateway is not None and gateway.frozen_until <= self.timeline.clock.now()
+            if gateway is not None and reached and gateway.has_medium(claim):
+                self.loading.remove(wanted.key)
+                self._run(wanted)
+                return
+            lost_at = min(lost_at, now)
+            if until == math.inf and (reached or now - lost_at >= FETCH_GIVEN_UP_S):
+                until = now + held.resume_ms / 1000 + FETCH_GIVEN_UP_S
+            if now < until:
+                self.timeline.after(FETCH_RETRY_S, lambda: self.run(fetch))
+                return
+            self.loading.remove(wanted.key)
+            self.output.refuse(wanted.key, BlobGone("no gateway has the medium"))
+            self._act(self.output.take_actions())
+
+        pause_s = self._media_random.uniform(0, 0.3)
+        self.timeline.after(pause_s, lambda: self.run(fetch))
 
     def _fetch(self, wanted: FetchPrompt, until: float) -> None:
         """Connect to the gateway until it answers, as `PromptFetcher` does."""
@@ -805,6 +896,8 @@ class WorkerNode(Node):
 
     def _give_back(self) -> None:
         for keys in self.output.unstarted(self.clock.unix_ms()):
+            if not self.loading.isdisjoint(keys):
+                continue
             self.engine.mailbox.requeue(keys)
             self._wake()
 

@@ -626,8 +626,9 @@ class World:
         number = next(self._numbers)
         prompt_ids = pack_ids([number, *range(self.random.randint(0, 60))])
         stops = self.random.random() < 0.3
+        request_id = RequestId(f"r{number}")
         submit = SubmitRequest(
-            request_id=RequestId(f"r{number}"),
+            request_id=request_id,
             owner=gateway.process,
             tenant=TenantId("default"),
             model=MODEL,
@@ -639,6 +640,7 @@ class World:
             stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
             deadline_unix_ms=gateway.clock.unix_ms() + round(deadline_s * 1000),
             resume=ResumeWindow(window_ms=WINDOW_MS) if self.resuming else None,
+            media=(gateway.hold(request_id),) if self.resuming else (),
         )
         self._asked[prompt_ids] = story = Story(submit, gateway)
         return story
@@ -755,6 +757,8 @@ def check_empty(node: Node) -> None:
         case GatewayNode():
             assert node.owner.open_count == 0
             assert not node.prompts, node.name
+            assert not node.media, node.name
+            assert not node.leaving, node.name
         case SchedulerNode():
             leader = node.leader
             assert (leader.open_requests, leader.waiting, leader.failed_requests) == (0, 0, 0), (
@@ -763,6 +767,7 @@ def check_empty(node: Node) -> None:
         case WorkerNode():
             assert not node.output.held(), node.name
             assert not node.fetching, node.name
+            assert not node.loading, node.name
             node.engine.check_empty()
         case DetokenizerNode():
             assert not node.machine.requests, node.name
