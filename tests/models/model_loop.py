@@ -135,7 +135,8 @@ class ModelLoop:
         runner = runner or lead or model.runner
         launcher = ForwardThread(runner) if overlap else InTurn(runner)
         own = runner if lead is None else lead.runner
-        if isinstance(own, StreamRunner) and (overlap or lead is not None):
+        ranked = lead is not None and model.draft is None
+        if isinstance(own, StreamRunner) and (overlap or ranked):
             launcher = InStream(own)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from tests.support.models import plan
+from tests.support.models import plan, with_draft_model
 
 from antiphon.config.parallel import ParallelConfig
 from antiphon.layers.weights import SingleRank
@@ -42,10 +42,11 @@ HOST = "127.0.0.1"
 
 
 class Case(msgspec.Struct):
-    """A model that all ranks load; without a folder, the end."""
+    """A model that all ranks load, and maybe its draft model; without a folder, the end."""
 
     folder: str = ""
     values: dict[str, Any] = {}
+    draft: str = ""
     captured: tuple[int, ...] = ()
 
 
@@ -82,12 +83,17 @@ class Ranks:
 
     @contextmanager
     def opened(
-        self, folder: Path, captured: tuple[int, ...] = (), **values: Any
+        self,
+        folder: Path,
+        captured: tuple[int, ...] = (),
+        draft: Path | None = None,
+        **values: Any,
     ) -> Iterator[tuple[OpenModel, LeadRank]]:
         """A model on all ranks, and what computes its plans; on a device some are `captured`."""
         channel, lead = self.groups.channel, LeadRank(self.groups.channel)
-        self._send(Case(str(folder), values, captured))
-        model = _open(self.groups, lead, folder, values)
+        case = Case(str(folder), values, "" if draft is None else str(draft), captured)
+        self._send(case)
+        model = _open(self.groups, lead, case)
         lead.use(model.runner)
         agree(channel, StepFacts())
         _capture(model, captured)
@@ -104,13 +110,15 @@ class Ranks:
         self.groups.channel.send(bytearray(msgspec.msgpack.encode(case)))
 
 
-def _open(
-    groups: RankGroups, exchange: LeadRank | FollowerRank, folder: Path, values: dict[str, Any]
-) -> OpenModel:
-    chosen = plan(folder, **values, device=groups.device)
+def _open(groups: RankGroups, exchange: LeadRank | FollowerRank, case: Case) -> OpenModel:
+    folder, draft = Path(case.folder), Path(case.draft) if case.draft else None
+    chosen = plan(folder, **case.values, device=groups.device)
+    if draft is not None:
+        chosen = with_draft_model(chosen, draft, **case.values)
     return open_model(
         folder,
         chosen,
+        draft=draft,
         tp=groups.tensor,
         pp=groups.pipeline,
         attention=groups.attention,
@@ -134,7 +142,7 @@ def main(port: int, rank: int, *sizes: int) -> None:
     while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:
         follower = FollowerRank(channel)
         try:
-            model = _open(groups, follower, Path(case.folder), case.values)
+            model = _open(groups, follower, case)
         except ModelLoadError:
             with suppress(StepRefused):
                 agree(channel, StepFacts(refused_by=1 + rank))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.rank import HOST
-from tests.support.models import plan
+from tests.support.models import plan, with_draft_model
 from tests.support.worker import decode_plan, ints, limits, page_group
 
 from antiphon import embedded
@@ -240,4 +240,36 @@ def test_ranks_launch_and_read_in_one_order_in_turn_too() -> None:
     assert other.calls == [
         *(("launched", 1), ("launched", 2), ("read", 1)),
         *(("launched", 3), ("read", 2), ("read", 3)),
+    ]
+
+
+class DraftingDevice(NotingDevice):
+    """The same beside a draft model."""
+
+    def make_drafts(self) -> Ints:
+        self.calls.append(("drafted", self.calls[-1][1]))
+        return np.zeros((1, 2), np.int32)
+
+
+def test_ranks_with_a_draft_model_launch_a_plan_after_the_drafts_of_the_one_before() -> None:
+    sent = Announcements()
+    lead, follower = LeadRank(sent), FollowerRank(sent)
+    first, other = DraftingDevice(lead), DraftingDevice(follower)
+    lead.use(first)
+    folder = embedded.path()
+    resolved = with_draft_model(plan(folder, device="interpreter"), folder)
+    core = EngineCore(limits(), CachePools([page_group(10)]))
+    launcher = Engine(core, lead, resolved, lead=lead).in_turn()
+    asking = msgspec.structs.replace(decode_plan(1, 1, 5), draft_counts=ints(2))
+    launcher.launch(asking).outcome()
+    last = launcher.launch(msgspec.structs.replace(asking, step=2))
+    last.outcome()
+    last.drafts()
+    lead.end()
+    follower.receive(other)
+    follower.compute(other)
+    assert first.calls == other.calls
+    assert other.calls == [
+        *(("launched", 1), ("read", 1), ("drafted", 1)),
+        *(("launched", 2), ("read", 2), ("drafted", 2)),
     ]

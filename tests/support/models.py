@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from safetensors.torch import load_file, save_file
 
 from antiphon.config.errors import ConfigError
@@ -20,6 +21,7 @@ from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.transformers_backend.support import implementation_of
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner import opening
+from antiphon.resolve.draft import ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
 
@@ -73,6 +75,24 @@ def plan(
     }
     resolved = {name: ResolvedValue(value, "a test") for name, value in decided.items()}
     return ResolvedConfig(**{**resolved, "implementation": chosen})
+
+
+def with_draft_model(served: ResolvedConfig, place: ModelLocation, **values: Any) -> ResolvedConfig:
+    """The plan with a draft model of these values."""
+    own, nothing = plan(place, **values), ResolvedValue(0, "a test")
+    draft = ResolvedDraft(
+        model=ResolvedValue(str(place), "a test"),
+        dtype=own.dtype,
+        quantization=own.quantization,
+        linear=own.linear,
+        quantized=own.quantized,
+        implementation=own.implementation,
+        cache_dtype=own.cache_dtype,
+        weight_bytes=nothing,
+        activation_bytes=nothing,
+        token_bytes=nothing,
+    )
+    return msgspec.structs.replace(served, draft=ResolvedValue(draft, "a test"))
 
 
 def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> LoadedModel:

@@ -328,9 +328,6 @@ def _check_gpu(settings: Settings, implementation: str) -> None:
     said = f"model.device = {settings.model.device}"
     refused = {
         "model.implementation = transformers": implementation == "transformers",
-        "speculation.draft_model with several ranks": (
-            bool(settings.speculation.draft_model) and settings.parallel.ranks > 1
-        ),
         "parallel.ep_size": settings.parallel.ep_size > 1,
     }
     for what, asked in refused.items():

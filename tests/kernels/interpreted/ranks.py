@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.kernels.interpreted.models import BAD, STAND_IN, opened, requests
+from tests.models.eagle3 import write_head
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.rank import Ranks
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.models.model_loop import Output
+
+    from antiphon.model_worker.speculation.policy import DraftCounts
 
 # Numpy's, of what is not finite: rows of padding read a page that nothing has written.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -75,6 +78,46 @@ def test_two_ranks_generate_what_one_does_on_the_cpu(pair: Ranks, tmp_path: Path
     check(pair, folder, expected, overlap=True)
     texts = texts_of(requests(VOCABULARY, len(expected)), expected)
     check(pair, folder, expected, overlap=True, drafter=often_wrong(texts))
+
+
+def check_drafts(
+    pair: Ranks, folder: Path, draft: Path, expected: list[Output], captured: tuple[int, ...] = ()
+) -> DraftCounts:
+    """With a draft model two ranks have the tokens and logprobs of one on the CPU without."""
+    with pair.opened(folder, captured, draft, **OPEN) as (model, lead):
+        assert isinstance(model.runner, DeviceRunner)
+        loop = ModelLoop(model, lead=lead, **LIMITS)
+        asked = requests(model.spec.vocabulary, len(expected))
+        for got, wanted in zip(loop.run(asked), expected, strict=True):
+            compare(got, wanted, rounding=1e-4)
+        assert not loop.reports[-1].failures
+        return loop.core.draft_counts
+
+
+@pytest.mark.long
+def test_two_ranks_draft_by_a_model(pair: Ranks, tmp_path: Path) -> None:
+    """The model itself, which is right about all that is greedy."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 2})
+    assert check_drafts(pair, folder, folder, expected_of(folder, 2)).accepted > 0
+
+
+@pytest.mark.long
+def test_two_ranks_draft_by_another_model(pair: Ranks, tmp_path: Path) -> None:
+    """With graphs. Ranks gather prompt logprobs of a request behind the outcome of its plan."""
+    folder = write_llama(tmp_path / "model", {"num_hidden_layers": 1})
+    other = write_llama(tmp_path / "other", {"num_hidden_layers": 1}, seed=9)
+    counts = check_drafts(pair, folder, other, expected_of(folder), CAPTURED)
+    assert counts.accepted < counts.proposed
+
+
+@pytest.mark.long
+def test_two_ranks_draft_by_a_head(pair: Ranks, tmp_path: Path) -> None:
+    """Each has one of its two logits, of the same token, which is right once."""
+    folder = write_llama(tmp_path / "model")
+    expected = expected_of(folder)
+    drafted = torch.tensor([expected[0].ids[1]] * 2)
+    counts = check_drafts(pair, folder, write_head(tmp_path / "head", token_ids=drafted), expected)
+    assert 0 < counts.accepted < counts.proposed
 
 
 @pytest.mark.long

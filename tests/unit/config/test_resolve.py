@@ -270,7 +270,7 @@ def test_a_gpu_captures_no_decode_steps_of_a_model_that_pools() -> None:
     assert plan.graph_sizes == ResolvedValue((), "nothing is generated")
 
 
-def test_a_gpu_drafts_in_turn_on_one_rank() -> None:
+def test_a_gpu_drafts_in_turn() -> None:
     device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
     said = {"model__device": "cuda", "speculation__draft_model": "small"}
     plan = decide(device, **said, speculation__algorithm="standalone")
@@ -279,9 +279,9 @@ def test_a_gpu_drafts_in_turn_on_one_rank() -> None:
     plan = decide(device, **said, speculation__algorithm="eagle3")
     reason = "a draft head reads what enters single layers"
     assert plan.graph_sizes == ResolvedValue((), reason)
-    said |= {"speculation__algorithm": "standalone", "parallel__tp_size": "2"}
-    with pytest.raises(ConfigError, match=r"draft_model with several ranks runs on cpu only"):
-        decide(device, **said)
+    plan = decide(device, **said, speculation__algorithm="standalone", parallel__tp_size="2")
+    assert (plan.ranks.value, plan.overlap.value) == (2, False)
+    assert plan.graph_sizes.value
 
 
 def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:

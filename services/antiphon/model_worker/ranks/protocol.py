@@ -7,7 +7,8 @@ rank 0 runs its rows again in halves. From then on the ranks are in collectives:
 cannot be undone on the others, and ends all of them.
 
 Ranks on devices launch plans, and read the outcome of the oldest one when rank 0 does: it sends
-what it has sampled then. So all of them launch their collectives in one order.
+what it has sampled then. So all of them launch their collectives in one order. Plans that ask for
+drafts are run in turn there, as on the CPU: a draft model reads their outcomes.
 """
 
 from __future__ import annotations
@@ -336,14 +337,16 @@ class FollowerRank:
 
         `begin` begins what rank 0 requests of pages, and returns at once. Drafts after a plan are
         made before the next plan, or sooner if rank 0 does so; until then it may have other work.
+        On a device, plans that ask for none are launched.
         """
         undrafted: int | None = None  # the step of the last plan
-        flights = deque["Flight"]()  # on a device
+        flights = deque["Flight"]()
         while (plan := self._plans.get()) is not None:
             if isinstance(plan, BaseException):
                 raise plan
             if isinstance(plan, RankMessage):
-                flights.popleft().outcome()
+                if flights:  # else its plan was run, and has waited for what was sampled
+                    flights.popleft().outcome()
                 continue
             if isinstance(plan, PagesRequest):
                 assert begin is not None, "pages are stored"
@@ -356,7 +359,7 @@ class FollowerRank:
                 undrafted = None
             if isinstance(plan, int):
                 continue
-            if isinstance(runner, StreamRunner):
+            if isinstance(runner, StreamRunner) and plan.draft_counts is None:
                 # If that fails it raises here: rank 0 would wait for its device, and that for what
                 # was not launched, and it would never send that the outcome may be read.
                 flights.append(InStream(runner).launch(plan))

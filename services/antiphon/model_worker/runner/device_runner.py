@@ -56,9 +56,10 @@ class DeviceRunner(ModelRunner):
     one by one as on the CPU. With a draft model plans are run in turn: it drafts when the outcome
     was read, and the host gives its drafts to the next plan.
 
-    Of several ranks, which launch and conclude the same plans in one order, each samples; what rank
-    0 has sampled counts. Its last tokens reach the others at the beginning of the next pass, and
-    the outcomes by the `exchange`. Ranks of earlier stages have a `DeviceStageRunner`.
+    Of several ranks, which launch and conclude the same plans in one order, each samples and
+    drafts; what rank 0 has sampled counts. Its last tokens reach the others at the beginning of the
+    next pass, and the outcomes by the `exchange`. Ranks of earlier stages have a
+    `DeviceStageRunner`.
     """
 
     def __init__(

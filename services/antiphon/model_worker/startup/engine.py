@@ -111,9 +111,10 @@ class Engine:
 
         Of several ranks on devices it computes them at once: the others launch what is announced.
         If rank 0 launched it later, between reading two outcomes, its collectives would meet others
-        of theirs.
+        of theirs. With a draft model all of them run a plan after the drafts of the one before.
         """
-        if self.on_gpu and self.lead is not None:
+        drafts = self.resolved is not None and self.resolved.draft.value is not None
+        if self.on_gpu and self.lead is not None and not drafts:
             return self.overlapped()
         return self._ranked(InTurn(self.runner))
 
