@@ -115,13 +115,14 @@ def _open(groups: RankGroups, exchange: LeadRank | FollowerRank, case: Case) -> 
     chosen = plan(folder, **case.values, device=groups.device)
     if draft is not None:
         chosen = with_draft_model(chosen, draft, **case.values)
+    tensor, attention = groups.tensor_groups(invariant=chosen.deterministic.value)
     return open_model(
         folder,
         chosen,
         draft=draft,
-        tp=groups.tensor,
+        tp=tensor,
         pp=groups.pipeline,
-        attention=groups.attention,
+        attention=attention,
         exchange=exchange,
     )
 

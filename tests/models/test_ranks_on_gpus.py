@@ -24,7 +24,7 @@ from antiphon.model_worker.batching.plan import DeviceLost, Sampled, SamplingPar
 from antiphon.model_worker.batching.plan_buffer import pack
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.ranks import groups
-from antiphon.model_worker.ranks.groups import RankGroups
+from antiphon.model_worker.ranks.groups import RankGroups, TensorGroup
 from antiphon.model_worker.ranks.layout import RankLayout, devices_of
 from antiphon.model_worker.ranks.protocol import FollowerRank, LeadRank, RankMessage
 from antiphon.model_worker.startup.engine import Engine
@@ -91,6 +91,26 @@ def test_ranks_on_gpus_sum_by_nccl_and_agree_by_the_cpu(nccl: NcclGroups, local:
         most = executor.submit(other.channel.max, torch.tensor([1, 7]).numpy())
         assert first.channel.max(torch.tensor([5, 2]).numpy()).tolist() == [5, 7]
         assert most.result().tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_in_order_add_what_they_gather(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of them: the order of two additions shows, and where gloo cuts a tensor, too."""
+    monkeypatch.setattr(groups, "GATHERED_BYTES", 512)  # several pieces of the longer tensors
+    store, ranks = groups.dist.HashStore(), range(3)
+    generator = torch.Generator().manual_seed(1)
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        opened = threads.map(lambda rank: groups._gloo(store, rank, len(ranks), HOST), ranks)
+        ordered = [TensorGroup(group).in_order() for group in opened]
+        assert all(group.invariant for group in ordered)
+        for shape in ((1, 8), (7, 90), (0, 8)):
+            parts = [torch.randn(shape, generator=generator).to(dtype) for _ in ranks]
+            first, second, third = parts
+            expected = first + second + third
+            summed = threads.map(lambda group, part: group.all_reduce(part.clone()), ordered, parts)
+            assert all(torch.equal(found, expected) for found in summed)
 
 
 @pytest.mark.parametrize(

@@ -259,22 +259,26 @@ def test_attention_groups_of_two_ranks_say_what_one_says(
             check_equal(outputs(model, "greedy", MODES["overlap"], lead, groups=2), expected)
 
 
+def bits(
+    ranks: Ranks, folder: Path, mode: Mapping[str, Any], number: int | None = None
+) -> list[list[tuple[int, Any]]]:
+    """Tokens and logprobs of all greedy requests, or of one, in deterministic inference."""
+    with ranks.opened(folder, **OPEN, deterministic=True) as (model, lead):
+        loop = ModelLoop(model, lead=lead, step_tokens_max=64, **mode)
+        states = requests("greedy", model.spec.vocabulary)
+        chosen = states if number is None else [states[number]]
+        return [[(t.token_id, t.logprob) for t in out.tokens] for out in loop.run(chosen)]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "deepseek-v3"])
 def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, alone: OneRank, family: str) -> None:
     """Whatever else is in the batch, and however the steps are cut."""
-
-    def bits(mode: Mapping[str, Any], number: int | None = None) -> list[list[tuple[int, Any]]]:
-        with pair.opened(alone.folder(family), **OPEN, deterministic=True) as (model, lead):
-            loop = ModelLoop(model, lead=lead, step_tokens_max=64, **mode)
-            states = requests("greedy", model.spec.vocabulary)
-            chosen = states if number is None else [states[number]]
-            return [[(t.token_id, t.logprob) for t in out.tokens] for out in loop.run(chosen)]
-
-    together = bits({"overlap": True, "chunk_tokens": 16})
-    assert together == bits({"chunk_tokens": 8})
+    folder = alone.folder(family)
+    together = bits(pair, folder, {"overlap": True, "chunk_tokens": 16})
+    assert together == bits(pair, folder, {"chunk_tokens": 8})
     for number, expected in enumerate(together):
-        assert bits({"chunk_tokens": None}, number) == [expected]
+        assert bits(pair, folder, {"chunk_tokens": None}, number) == [expected]
 
 
 @pytest.mark.timeout(60)
@@ -288,12 +292,14 @@ def test_stages_that_share_no_memory_say_the_same(alone: OneRank) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_ranks_that_share_no_memory_say_the_same(alone: OneRank) -> None:
-    expected = alone.outputs("llama")
-    pair = Ranks(tp=2, local=False)
-    with pair.opened(alone.folder("llama"), **OPEN) as (model, lead):
+def test_ranks_that_share_no_memory_say_the_same(pair: Ranks, alone: OneRank) -> None:
+    """And to the bit in deterministic inference."""
+    expected, folder = alone.outputs("llama"), alone.folder("llama")
+    apart = Ranks(tp=2, local=False)
+    with apart.opened(folder, **OPEN) as (model, lead):
         check_equal(outputs(model, "greedy", MODES["overlap"], lead), expected)
-    pair.close()
+    assert bits(apart, folder, {}, 0) == bits(pair, folder, {}, 0)
+    apart.close()
 
 
 def test_stages_have_ranges_of_nearly_the_same_length() -> None:

@@ -127,17 +127,17 @@ refused, each with a reason.
 ## On a GPU these are refused
 
 Expert parallelism and the modules of transformers; with latent attention also a KV cache of 8 bits;
-with several ranks also draft models; and deterministic inference with latent attention or several
-ranks.
+and deterministic inference with latent attention.
 
 ## Ranks
 
 With `--tp-size N` a worker has a GPU for each rank, and NCCL between them: `cuda` and those after
 it, or from `--device cuda:N` on. On the interpreter it is gloo, and all else is the same code
 ([decision 81](decisions/0081-ranks-on-gpus-launch-in-one-order.md)). Sums are launched like
-kernels, also in captured decode steps. With `--pp-size` each rank of a stage has a GPU, too; steps
-of stages, and of attention groups (`--enable-dp-attention`), are not captured. Neither NCCL nor a
-graph with sums in it has **yet been run on a GPU**.
+kernels, also in captured decode steps. With `--enable-deterministic-inference` ranks gather in
+place of a sum, and each adds in the order of ranks. With `--pp-size` each rank of a stage has a
+GPU, too; steps of stages, and of attention groups (`--enable-dp-attention`), are not captured.
+Neither NCCL nor a graph with sums in it has **yet been run on a GPU**.
 
 ## FlashInfer
 

@@ -67,22 +67,17 @@ def resolve_ranks(
             raise ConfigError(f"cache.hierarchical: {said}: pages of several groups are not stored")
     if ranks == 1:
         return ONE_RANK
-    if settings.model.deterministic and parallel.nodes > 1:
-        raise ConfigError(
-            f"model.deterministic: parallel.nodes = {parallel.nodes}: sums over machines depend on "
-            "the size of a batch"
-        )
-    if settings.model.deterministic and device.kind != "cpu":
-        raise ConfigError(
-            f"model.deterministic: parallel.tp_size = {ranks}: sums over ranks on "
-            f"{settings.model.device} depend on the size of a batch; use one rank"
-        )
     reason = "layers run one by one, since the fused decoder sums over no ranks"
     if device.kind == "cuda":
-        reason = f"each on a GPU of its own, which sum by NCCL: {NOT_YET_RUN}"
+        reason = f"each on a GPU of its own, which {_summing(settings)} NCCL: {NOT_YET_RUN}"
     if device.kind == INTERPRETER:
-        reason = "each with an interpreter of its own, which sum by gloo"
+        reason = f"each with an interpreter of its own, which {_summing(settings)} gloo"
     return ResolvedValue(ranks, f"parallel.tp_size; {reason}")
+
+
+def _summing(settings: Settings) -> str:
+    """How ranks sum that share no memory, before the name of what they exchange parts by."""
+    return "add in their order what they gather by" if settings.model.deterministic else "sum by"
 
 
 def resolve_stages(settings: Settings, device: HostDevice) -> ResolvedValue[int]:

@@ -24,7 +24,7 @@ from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tests.models.model_loop import Output
@@ -118,6 +118,43 @@ def test_two_ranks_draft_by_a_head(pair: Ranks, tmp_path: Path) -> None:
     drafted = torch.tensor([expected[0].ids[1]] * 2)
     counts = check_drafts(pair, folder, write_head(tmp_path / "head", token_ids=drafted), expected)
     assert 0 < counts.accepted < counts.proposed
+
+
+def bits_of(ranks: Ranks, folder: Path, chosen: Sequence[int], chunk_tokens: int) -> list[Any]:
+    """Tokens and logprobs of some requests, alone without graphs and several with them."""
+    captured = CAPTURED if len(chosen) > 1 else ()
+    values = {**OPEN, "linear": "tiled", "deterministic": True}
+    with ranks.opened(folder, captured, **values) as (model, lead):
+        loop = ModelLoop(model, lead=lead, overlap=True, chunk_tokens=chunk_tokens)
+        asked = requests(model.spec.vocabulary, 1 + max(chosen))
+        ran = loop.run([asked[number] for number in chosen])
+        return [(each.ids, [(token.logprob, token.top) for token in each.tokens]) for each in ran]
+
+
+def check_bits(ranks: Ranks, folder: Path) -> None:
+    """A request with prompt logprobs has the same bits alone, beside others and in other chunks."""
+    *_, beside = bits_of(ranks, folder, (0, 1, 3), chunk_tokens=20)
+    assert [beside] == bits_of(ranks, folder, (3,), chunk_tokens=9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_bits_on_two_ranks_depend_on_neither_batch_nor_chunks(
+    pair: Ranks, family: str, tmp_path: Path
+) -> None:
+    if family == "llama":
+        folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    else:
+        folder = save(BY_NAME[family], tmp_path).folder
+    check_bits(pair, folder)
+
+
+@pytest.mark.long
+def test_bits_on_four_ranks_depend_on_neither_batch_nor_chunks(tmp_path: Path) -> None:
+    """Whose sums gloo makes in an order that depends on their size."""
+    ranks = Ranks(tp=4, device="interpreter")
+    check_bits(ranks, write_llama(tmp_path, {"num_hidden_layers": 1}))
+    ranks.close()
 
 
 @pytest.mark.long

@@ -663,10 +663,6 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
         ("--tp 2 --dist-init-addr one", "init_address = 'one': must be host:port"),
         ("--node-rank 1", "node_rank = 1: must be less than parallel.nodes = 1"),
         (
-            "--tp 2 --nnodes 2 --dist-init-addr a:1 --enable-deterministic-inference",
-            "model.deterministic: parallel.nodes = 2: sums over machines depend on",
-        ),
-        (
             "--pp-size 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
             "speculation.draft_model: parallel.pp_size = 2: a model with a draft model has one",
         ),

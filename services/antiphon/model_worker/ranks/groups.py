@@ -17,6 +17,7 @@ import torch.distributed
 from antiphon.kernels.triton.backend import INTERPRETER
 from antiphon.kernels.triton.launch import enqueue
 from antiphon.layers.weights import SingleRank, Tp
+from antiphon.model_worker.ranks.ordered_sum import sum_in_order
 from antiphon.model_worker.ranks.pipeline import Pipeline
 from antiphon.model_worker.ranks.shared_memory import (
     MemoryParts,
@@ -46,6 +47,9 @@ _MESSAGE_BYTES = 16 * 1024
 """Size of the first broadcast of a message; a longer one takes a second. A plan of 256 decodes has
 8 KB."""
 _LENGTH_BYTES = 8
+GATHERED_BYTES = 4 << 20
+"""Size of what each rank gathers at a time from each to sum in order. That is a decode step of 256
+rows with a hidden size of 8,192 in 16 bits; the sums of prefills take several pieces."""
 CPU = "cpu"
 
 
@@ -82,27 +86,38 @@ class RankGroup(Protocol):
 class TensorGroup:
     """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo or NCCL.
 
+    Both sum each part of a tensor in an order of its own, which follows from the size of the whole.
+    The ranks of an `invariant` group gather all parts instead, and add them in the order of ranks.
+
     On a device a collective is launched like a kernel, and has computed when the stream has. No
     host waits for it: NCCL's `wait` lets the stream wait.
     """
 
-    invariant = False  # both sum each part of a tensor in an order of its own
-
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, *, invariant: bool = False) -> None:
         self._group = group
         self.rank = group.rank()
         self.ranks = group.size()
+        self.invariant = invariant
+
+    def in_order(self) -> TensorGroup:
+        """The same ranks as an invariant group."""
+        return TensorGroup(self._group, invariant=True)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.invariant:
+            return sum_in_order(x, GATHERED_BYTES, self._gather)
         x = x.contiguous()
         enqueue(lambda: self._group.allreduce([x]).wait())
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+        return torch.cat(self._gather(x.contiguous()), dim=-1)
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank has in place of a contiguous `x`."""
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         enqueue(lambda: self._group.allgather([parts], [x]).wait())
-        return torch.cat(parts, dim=-1)
+        return parts
 
 
 class TensorLink:
@@ -201,6 +216,13 @@ class RankGroups:
         self.layout, self.device = layout, device
         self._in_memory = in_memory
         self._gloo = gloo
+
+    def tensor_groups(self, *, invariant: bool) -> tuple[Tp, Tp | None]:
+        """The groups `tensor` and `attention`; `invariant`: they sum in the order of ranks."""
+        if not invariant:
+            return self.tensor, self.attention
+        attention = None if self.attention is None else _in_order(self.attention)
+        return _in_order(self.tensor), attention
 
     def open_pages(self) -> list[GlooPages]:
         """Links for pages, from rank 0 to each other one or back; all ranks call this at once."""
@@ -330,6 +352,11 @@ def _over_network(
         gloo=gloo,
         device=device,
     )
+
+
+def _in_order(group: Tp) -> Tp:
+    """The same ranks with invariant sums, which those that share memory have anyway."""
+    return group.in_order() if isinstance(group, TensorGroup) else group
 
 
 def _assign(store: KeyStore, devices: Sequence[str]) -> None:

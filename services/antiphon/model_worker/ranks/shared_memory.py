@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from antiphon.model_worker.ranks.ordered_sum import pieces, sum_in_order
 
+if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.model_worker.ranks.layout import RankLayout
@@ -113,20 +113,14 @@ class SharedMemoryGroup:
         self._count = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        for piece in _pieces(x, self._slot_bytes):
-            first, second, *others = self._exchange(piece)
-            torch.add(first, second, out=piece)
-            for other in others:
-                piece.add_(other)
-        return x
+        return sum_in_order(x, self._slot_bytes, self._exchange)
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         whole = [part.view(-1) for part in parts]
         start = 0
-        for piece in _pieces(x, self._slot_bytes):
+        for piece in pieces(x, self._slot_bytes):
             end = start + len(piece)
             for part, written in zip(whole, self._exchange(piece), strict=True):
                 part[start:end] = written
@@ -165,14 +159,14 @@ class SharedMemoryLink:
         self._count = 0
 
     def send(self, x: Tensor) -> None:
-        for piece in _pieces(x, self._slot_bytes):
+        for piece in pieces(x, self._slot_bytes):
             self._counts.wait(1, self._count - 1)
             self._slot(piece).copy_(piece)
             self._count += 1
             self._counts.set(0, self._count)
 
     def receive(self, out: Tensor) -> None:
-        for piece in _pieces(out, self._slot_bytes):
+        for piece in pieces(out, self._slot_bytes):
             self._counts.wait(0, self._count + 1)
             piece.copy_(self._slot(piece))
             self._count += 1
@@ -184,16 +178,6 @@ class SharedMemoryLink:
 
     def _slot(self, piece: Tensor) -> Tensor:
         return self._slots[self._count % 2, : piece.nbytes].view(piece.dtype)
-
-
-def _pieces(x: Tensor, slot_bytes: int) -> Iterator[Tensor]:
-    """Parts of a contiguous tensor that fit into a slot; an empty tensor is one, too."""
-    flat, longest = x.view(-1), slot_bytes // x.element_size()
-    if len(flat) <= longest:
-        yield flat
-    else:
-        for start in range(0, len(flat), longest):
-            yield flat[start : start + longest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ def load_resolved(
 ) -> OpenModel:
     """Load a model and its draft model by the resolved configuration. Blocks for seconds.
 
-    One of several `ranks` gets its tokens by an `exchange`, and has a device of its own.
+    One of several `ranks` gets its tokens by an `exchange`, and has a device of its own. They sum
+    in their order if inference is deterministic.
     """
     import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
 
@@ -52,13 +53,14 @@ def load_resolved(
         if ranks is None:
             return open_model(place, resolved, draft=draft)
         own = msgspec.structs.replace(resolved.device, value=ranks.device)
+        tensor, attention = ranks.tensor_groups(invariant=resolved.deterministic.value)
         return open_model(
             place,
             msgspec.structs.replace(resolved, device=own),
             draft=draft,
-            tp=ranks.tensor,
+            tp=tensor,
             pp=ranks.pipeline,
-            attention=ranks.attention,
+            attention=attention,
             exchange=exchange,
         )
     except (ModelLoadError, KernelUnavailable) as error:
