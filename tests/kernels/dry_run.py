@@ -23,6 +23,8 @@ from tests.support.worker import state
 
 from antiphon.config.quantization import QuantizationMethod, online_quantization
 from antiphon.kernels.attention import AttentionMetadata, KvShape, TextRows
+from antiphon.kernels.experts import ExpertSlice, ExpertWeights
+from antiphon.kernels.linear_fp8 import Fp8Matrix
 from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
@@ -203,6 +205,7 @@ def _call_others() -> None:
     heads, texts = empty(364, 16, 64), TextRows([300, 64], uploaded)  # of BERT's large shape
     for window in (None, 64):
         ops.bidirectional_attention(heads, heads, heads, texts, 0.1, window)
+    _call_experts_of_rank(ops)
     _call_grouped(ops)
     _call_latent(ops)
     _call_recurrent(ops, DELTA_NET)
@@ -226,6 +229,24 @@ def _call_grouped(ops: Ops) -> None:
         ops.linear_grouped(empty(tokens, 4096), matrix)
     for tokens in (1, 32, 64, 8192):
         ops.linear_int8(empty(tokens, 4096), GroupedMatrix(whole, outputs, None, 4096))
+
+
+def _call_experts_of_rank(ops: Ops) -> None:
+    """A slice of DeepSeek-V3's experts, as each of 8 ranks has it, in tiles of each size."""
+    count, hidden, width, group = 32, 7168, 2048, 128
+    gate_up, down = (
+        Fp8Matrix(
+            empty(count, outputs, inputs, dtype=torch.float8_e4m3fn),
+            empty(count, inputs // group, outputs, dtype=torch.float32),
+            group,
+        )
+        for outputs, inputs in ((2 * width, hidden), (hidden, width))
+    )
+    weights, own = ExpertWeights(gate_up, down), ExpertSlice(0, 8 * count)
+    for tokens in (1, 8192):
+        chosen = empty(tokens, 8, dtype=torch.int64)
+        shares = empty(tokens, 8, dtype=torch.float32)
+        ops.experts(empty(tokens, hidden), chosen, shares, weights, "silu", own=own)
 
 
 def _call_latent(ops: Ops) -> None:

@@ -117,7 +117,7 @@ class Mixture:
         kind = self.kind
         logits = self.router.linear.multiply(x.float())
         chosen, shares = route.reference(logits, self.correction, kind.routing)
-        pair, bounds = sort_by_expert(chosen, COUNT)
+        pair, bounds = sort_by_expert(chosen, range(COUNT))
         rows = x[pair // chosen.shape[1]]
         if kind.on_input:
             rows = (rows * shares.flatten()[pair, None]).to(x.dtype)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from tests.kernels.dry_run import (
     GRAPH_SIZES,
     PAGE_TOKENS,
@@ -20,10 +21,14 @@ from tests.kernels.dry_run import (
     request,
     worker_launches,
 )
+from tests.kernels.no_data import empty
 from tests.kernels.published import MODELS, Sizes
 
 from antiphon.config.load import load
 from antiphon.config.model import Dtype, LinearFormat, LoadFormat
+from antiphon.kernels.experts import ExpertSlice, ExpertWeights, PlainMatrix
+from antiphon.kernels.op import DeviceCapability
+from antiphon.kernels.ops import select
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.runner.device_runner import DeviceRunner
@@ -115,3 +120,17 @@ def test_pages_of_another_size_were_not_compiled() -> None:
     unknown = launched(LLAMA, requests=3, page_tokens=16, pages=4000) - set(every_launch())
     kernels = {each.kernel for each in unknown}
     assert kernels == {"heads_kernel", "paged_attention_kernel", "decode_rows_kernel"}
+
+
+def test_a_slice_of_experts_has_tiles_by_the_number_of_all() -> None:
+    """520 pairs are many for 32 experts, and few where these are a rank's of 256."""
+    ops = select(DeviceCapability("cuda", torch.bfloat16))
+    weights = ExpertWeights(PlainMatrix(empty(32, 128, 64)), PlainMatrix(empty(32, 64, 64)))
+    chosen, shares = empty(65, 8, dtype=torch.int64), empty(65, 8, dtype=torch.float32)
+    pairs: list[object] = []
+    for own in (None, ExpertSlice(0, 256)):
+        with recording() as found:
+            ops.experts(empty(65, 64), chosen, shares, weights, "silu", own=own)
+        (down,) = (each for each in found if each.kernel == "down_kernel")
+        pairs.append(dict(down.constants)["BLOCK_M"])
+    assert pairs == [64, 16]

@@ -131,13 +131,19 @@ def test_a_rank_reads_its_own_experts_alone() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_packed_experts_of_ranks_sum_to_those_of_one(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    "kept", [{"linear": "packed"}, {"quantization": "fp8", "quantized": "fp8"}], ids=str
+)
+def test_whole_experts_of_ranks_sum_to_those_of_one(
+    tmp_path: Path, kept: dict[str, Any], ranks: int
+) -> None:
+    """In one call of the kernels, and by the operation that multiplies by all of a rank."""
     row = BY_NAME["mixtral"]
     save(replace(row, fields={**row.fields, "num_local_experts": 8}), tmp_path)
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
 
     def made(**said: Any) -> list[Tensor]:
-        decoder = load(tmp_path, dtype="float32", linear="packed", **said).own_decoder
+        decoder = load(tmp_path, dtype="float32", **kept, **said).own_decoder
         layers = [layer._feed_forward for layer in decoder.layers]
         return [layer(CONTEXT, x) for layer in layers if isinstance(layer, MixtureOfExperts)]
 

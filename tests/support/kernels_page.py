@@ -80,7 +80,8 @@ float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. Latents are ca
 beside fp8 weights, too, and not in deterministic mode. Each launch is recorded and compiled for
 each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
 length launch nothing else, as a test shows. Other numbers of ranks have shares of other widths,
-which are not compiled. Of recurrent layers, the kernels are compiled for some shapes, and the rest
+which are not compiled; for ranks with whole experts the kernels are, with an eighth of
+DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
 of what such models launch is not. None keeps registers in memory, and each fits in the shared
 memory of a block
 there. In the loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread
@@ -126,8 +127,8 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-Expert parallelism and the modules of transformers; with latent attention also a KV cache of 8 bits;
-and deterministic inference with latent attention.
+The modules of transformers; with latent attention also a KV cache of 8 bits; and deterministic
+inference with latent attention or several residual streams (Gemma 3n).
 
 ## Ranks
 
@@ -136,8 +137,10 @@ it, or from `--device cuda:N` on. On the interpreter it is gloo, and all else is
 ([decision 81](decisions/0081-ranks-on-gpus-launch-in-one-order.md)). Sums are launched like
 kernels, also in captured decode steps. With `--enable-deterministic-inference` ranks gather in
 place of a sum, and each adds in the order of ranks. With `--pp-size` each rank of a stage has a
-GPU, too; steps of stages, and of attention groups (`--enable-dp-attention`), are not captured.
-Neither NCCL nor a graph with sums in it has **yet been run on a GPU**.
+GPU, too; steps of stages, and of attention groups (`--enable-dp-attention`), are not captured. With
+`--ep-size` a rank multiplies the pairs of a token and an expert whose experts it has, in every
+format of weights; of the other pairs it reads the number of the expert. Neither NCCL nor a graph
+with sums in it has **yet been run on a GPU**.
 
 ## FlashInfer
 

@@ -105,7 +105,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Expert parallelism with redundant experts, and other MoE kernels",
-        "`--ep-size` spreads whole experts over the ranks, which compute them with the CPU's "
+        "`--ep-size` spreads whole experts over the ranks, which compute them with Antiphon's own "
         "kernels.",
         "moe",
     ),

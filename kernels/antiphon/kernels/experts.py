@@ -1,7 +1,7 @@
-"""The experts of a layer, with the weights of all of them in one tensor.
+"""The experts of a layer, or a rank's slice of them, with their weights in one tensor.
 
-Axes: T tokens, K experts selected for a token, E experts, D hidden size, W width of an expert,
-I inputs, O outputs.
+Axes: T tokens, K experts selected for a token, E experts with weights here, N pairs of a token and
+one of these, D hidden size, W width of an expert, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Matrix = PlainMatrix | Fp8Matrix | GroupedMatrix
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of all experts, outputs before inputs; the outputs of the gate come first.
+    """Weights of experts, outputs before inputs; the outputs of the gate come first.
 
     Tensors of a matrix have an axis E before their own.
     """
@@ -46,6 +46,13 @@ class ExpertWeights(NamedTuple):
     @property
     def experts(self) -> int:
         return len(self.down[0])
+
+
+class ExpertSlice(NamedTuple):
+    """The experts of a layer whose weights a rank has: some that follow each other."""
+
+    first: int  # the number of the first one
+    total: int  # of the layer
 
 
 def matrix_of(stacked: Matrix, expert: int) -> Matrix:
@@ -64,18 +71,22 @@ def experts(
     weights: ExpertWeights,
     activation: ActivationKind | tuple[float, float],
     *,
+    own: ExpertSlice | None = None,
     weighted_inputs: bool = False,
 ) -> Tensor:
     """Sum what the chosen experts of each token make of it: down(activation(gate(x)) * up(x)).
 
     Each product is rounded to the dtype of x, the sum is weighted by the shares and taken in
     float32. `activation`, if two numbers, is the sharpness and the limit of a clamped swish. With
-    `weighted_inputs`, shares multiply the inputs of an expert, not its outputs.
+    `weighted_inputs`, shares multiply the inputs of an expert, not its outputs. `own` is the slice
+    of the experts that weights are of: others add nothing to a sum. None: weights are of all.
 
-    x (T, D); chosen (T, K) int64, each below E; shares (T, K) float32  ->  (T, D)
+    x (T, D); chosen (T, K) int64, each below E or the total of the slice; shares (T, K) float32
+    ->  (T, D)
     """
-    pair, bounds = sort_by_expert(chosen, weights.experts)
-    rows = x.index_select(0, pair // chosen.shape[1])  # (T * K, D)
+    first = 0 if own is None else own.first
+    pair, bounds = sort_by_expert(chosen, range(first, first + weights.experts))
+    rows = x.index_select(0, pair // chosen.shape[1])  # (N, D)
     if weighted_inputs:
         rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
         shares = torch.ones_like(shares)

@@ -1,6 +1,7 @@
 """Top-k routing of tokens to experts: selecting them, sorting by expert, and combining results.
 
-Axes: T tokens, E experts, K experts selected for a token, N = T * K rows, D hidden size.
+Axes: T tokens, E experts, K experts selected for a token, N rows: of T * K pairs of a token and one
+of these, those that are sorted; D hidden size.
 """
 
 from __future__ import annotations
@@ -72,17 +73,19 @@ def _in_best_groups(ranking: Tensor, routing: RoutingSpec) -> Tensor:
     return selected.repeat_interleave(grouped.shape[2], dim=1)
 
 
-def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, list[int]]:
-    """Sort the (token, expert) pairs by expert: experts (T, K) int64, each below `count`.
+def sort_by_expert(experts: Tensor, numbers: range) -> tuple[Tensor, list[int]]:
+    """Sort the (token, expert) pairs of the experts with these numbers: experts (T, K) int64.
 
     Returns (N,) the pair (token, choice) of each row, token * K + choice, where rows of one expert
-    keep the order of their tokens; and the bounds: expert e has rows bounds[e] to bounds[e + 1].
+    keep the order of their tokens; and the bounds: expert numbers[e] has rows bounds[e] to
+    bounds[e + 1]. Pairs of other experts have no row.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
-    borders = torch.arange(count + 1, device=flat.device)
+    borders = torch.arange(numbers.start, numbers.stop + 1, device=flat.device)
     bounds: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
-    return order, bounds.tolist()
+    first, last = int(bounds[0]), int(bounds[-1])
+    return order[first:last], (bounds - first).tolist()
 
 
 @kernel("moe.combine", invariant=True)

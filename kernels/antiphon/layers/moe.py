@@ -10,7 +10,7 @@ import torch
 
 from antiphon.kernels.activation import ActivationKind, sigmoid
 from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
-from antiphon.kernels.experts import ExpertWeights, Matrix, PlainMatrix, matrix_of
+from antiphon.kernels.experts import ExpertSlice, ExpertWeights, Matrix, PlainMatrix, matrix_of
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, kernels_of, multiply, weight_sources
 from antiphon.layers.methods import (
@@ -300,7 +300,10 @@ class Experts(Module):
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
         self._site, self._spec = site, spec
         self.share = ExpertsShare.of(spec, site.build, site.name)
-        own = self.share.width
+        own, numbers = self.share.width, self.share.numbers
+        self._slice = None
+        if len(numbers) < spec.count:
+            self._slice = ExpertSlice(numbers.start, spec.count)
         self._width = own.stop - own.start
         # The outputs of an expert's parts are summed, so only one rank adds the bias.
         self._down_bias = spec.bias and own.start == 0
@@ -308,7 +311,7 @@ class Experts(Module):
         self._shapes = wide_shape, LinearShape(self._width, site.hidden, self._down_bias)
         self._codes = self._op_codes()
         self._stack = self._stacked_weights()
-        self._experts = [self._expert(number) for number in self.share.numbers]
+        self._experts = [self._expert(number) for number in numbers]
         gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
         if isinstance(spec.activation, ClampedSwish):
             gate = "activation.clamped_swish_mul"
@@ -322,13 +325,15 @@ class Experts(Module):
         weighted_inputs = self._spec.apply_router_weight_on_input
         if self._stack is not None:
             return ctx.ops.experts(
-                x, chosen, shares, self._stack, self.activation, weighted_inputs=weighted_inputs
+                x,
+                chosen,
+                shares,
+                self._stack,
+                self.activation,
+                own=self._slice,
+                weighted_inputs=weighted_inputs,
             )
-        pair, bounds = sort_by_expert(chosen, self._spec.count)
-        numbers = self.share.numbers
-        bounds = bounds[numbers.start : numbers.stop + 1]
-        pair = pair[bounds[0] : bounds[-1]]
-        bounds = [bound - bounds[0] for bound in bounds]
+        pair, bounds = sort_by_expert(chosen, self.share.numbers)
         rows = x.index_select(0, pair // chosen.shape[1])  # (N, D)
         if weighted_inputs:
             rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
@@ -366,14 +371,14 @@ class Experts(Module):
         return activation
 
     def _stacked_weights(self) -> ExpertWeights | None:
-        """The weights of all experts in one tensor; None: each has its own."""
+        """The weights of all experts here in one tensor; None: each has its own."""
         build, codes = self._site.build, self._codes
         if codes is None and build.device_kind == "cpu":
             return None
         return ExpertWeights(*map(self._matrix, self._shapes, codes or (None, None)))
 
     def _matrix(self, shape: LinearShape, codes: OpCodes | None) -> Matrix:
-        """Memory of the weights of a linear of all experts."""
+        """Memory of the weights of a linear of all experts here."""
         build, count = self._site.build, len(self.share.numbers)
         if codes is not None:
             return codes.empty(shape, build.dtype, build.device, count)

@@ -17,6 +17,7 @@ from antiphon.resolve.resolved_value import ResolvedValue
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from antiphon.config.parallel import ParallelConfig
     from antiphon.config.settings import Settings
     from antiphon.resolve.device import HostDevice
     from antiphon.resolve.draft import ResolvedDraft
@@ -109,7 +110,9 @@ FP8_BYTES = 1 + 4 / 128
 """Of a weight in fp8 and its part of the scale of an output, or of 128 inputs of an output."""
 
 
-def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None, ranks: int) -> int:
+def _wide_parameters(
+    card: ModelCard, quantization: QuantizationConfig | None, parallel: ParallelConfig
+) -> int:
     """Quantized parameters that do not stay as they are stored on a GPU.
 
     Those of a head, and those whose groups ranks would have to divide: down projections, and all of
@@ -123,9 +126,9 @@ def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None, r
     dense = card.layers
     if (experts := card.experts) is not None:
         dense -= experts.layers
-        if _divides_groups(quantization, experts.width, ranks):
+        if _divides_groups(quantization, experts.width, parallel.tp_size // parallel.ep_size):
             wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
-    if _divides_groups(quantization, card.mlp_width, ranks):
+    if _divides_groups(quantization, card.mlp_width, parallel.tp_size):
         wide += dense * card.mlp_width * card.hidden_size
     return wide
 
@@ -253,7 +256,7 @@ def resolve_weight_storage(
         quantized=quantized.value,
         count=count,
         grouped_bytes=grouped or 0,
-        wide=_wide_parameters(card, quantization, settings.parallel.tp_size) if gpu else 0,
+        wide=_wide_parameters(card, quantization, settings.parallel) if gpu else 0,
     )
     of = f", {count} of them quantized" if count else ""
     read = gib(token_weight_bytes(card, dtype, taken))

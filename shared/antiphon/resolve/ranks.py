@@ -80,6 +80,13 @@ def _summing(settings: Settings) -> str:
     return "add in their order what they gather by" if settings.model.deterministic else "sum by"
 
 
+def resolve_expert_ranks(settings: Settings, device: HostDevice) -> ResolvedValue[int]:
+    parts, reason = settings.parallel.ep_size, CUT_EXPERTS.reason
+    if parts > 1 and device.kind == "cuda":
+        reason += f"; each with a slice of the experts: {NOT_YET_RUN}"
+    return ResolvedValue(parts, reason)
+
+
 def resolve_stages(settings: Settings, device: HostDevice) -> ResolvedValue[int]:
     stages, reason = settings.parallel.pp_size, "parallel.pp_size"
     if stages > 1 and device.kind == "cuda":

@@ -51,6 +51,7 @@ from antiphon.resolve.ranks import (
     group_settings,
     over_groups,
     rank_device,
+    resolve_expert_ranks,
     resolve_ranks,
     resolve_stages,
     stage_share,
@@ -294,7 +295,7 @@ def resolve(
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
-        ep_ranks=ResolvedValue(settings.parallel.ep_size, "parallel.ep_size"),
+        ep_ranks=resolve_expert_ranks(settings, device),
         stages=resolve_stages(settings, device),
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
@@ -325,14 +326,9 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
 
 def _check_gpu(settings: Settings, implementation: str) -> None:
     """Refuse what only runs on the CPU, by the name of its setting."""
-    said = f"model.device = {settings.model.device}"
-    refused = {
-        "model.implementation = transformers": implementation == "transformers",
-        "parallel.ep_size": settings.parallel.ep_size > 1,
-    }
-    for what, asked in refused.items():
-        if asked:
-            raise ConfigError(f"{said}: {what} runs on cpu only")
+    if implementation == "transformers":
+        said = f"model.device = {settings.model.device}"
+        raise ConfigError(f"{said}: model.implementation = transformers runs on cpu only")
 
 
 def _check_cross(settings: Settings) -> None:

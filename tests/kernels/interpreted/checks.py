@@ -30,7 +30,7 @@ from antiphon.kernels.attention import (
     bidirectional_attention,
     paged_attention,
 )
-from antiphon.kernels.experts import ExpertWeights, PlainMatrix, experts
+from antiphon.kernels.experts import ExpertSlice, ExpertWeights, PlainMatrix, experts
 from antiphon.kernels.kv import (
     UNSCALED,
     KvScales,
@@ -172,6 +172,13 @@ def expert_matrix(
     return linear_fp8.Fp8Matrix(weights.to(torch.float8_e4m3fn), scales, group, added)
 
 
+def of_experts(matrix: Matrix, numbers: range) -> Matrix:
+    """The weights of some experts."""
+    part = slice(numbers.start, numbers.stop)
+    tensors = {name: each[part] for name, each in matrix._asdict().items() if torch.is_tensor(each)}
+    return matrix._replace(**tensors)
+
+
 def grouped_matrix(
     size: tuple[int, ...], group: int, codes: Codes, bias: Tensor | None
 ) -> linear_grouped.GroupedMatrix:
@@ -204,10 +211,12 @@ def check_experts(
     fixed: bool = False,
     groups: tuple[int, int] | None = None,
     codes: Codes = "e4m3",
+    here: range | None = None,
 ) -> None:
     """Tokens choose among all experts but the second, so that one has no token.
 
-    Weights are codes if they have `groups`: those of inputs of gate and up, and of down.
+    Weights are codes if they have `groups`: those of inputs of gate and up, and of down. With
+    `here`, those of other experts are another rank's.
     """
     count, hidden, width = sizes
     gate_up, down = (
@@ -220,37 +229,53 @@ def check_experts(
         )
         for place, size in enumerate(((2 * width, hidden), (hidden, width)))
     )
-    weights = ExpertWeights(gate_up, down)
+    weights, own = ExpertWeights(gate_up, down), None
+    if here is not None:
+        weights = ExpertWeights(of_experts(gate_up, here), of_experts(down, here))
+        own = ExpertSlice(here.start, count)
     x, shares = randn(tokens, hidden, dtype=dtype) / hidden**0.5, randn(tokens, 2, seed=7).abs()
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.rand(tokens, count - 1, generator=generator).argsort(dim=-1)[:, :2]
     chosen += (chosen > 0).long()
     arguments = x, chosen, shares, weights, activation
     call = module.experts_fixed if fixed else module.experts
-    got = call(*arguments, weighted_inputs=weighted_inputs)
-    expected = experts.reference(*arguments, weighted_inputs=weighted_inputs)
-    scale = expected.abs().max()
+    got = call(*arguments, own=own, weighted_inputs=weighted_inputs)
+    expected = experts.reference(*arguments, own=own, weighted_inputs=weighted_inputs)
+    scale = expected.abs().max().clamp(min=torch.finfo(dtype).tiny)
     close(got / scale, expected / scale)
 
 
-def check_expert_tiles(module: Module, tokens: int, sizes: tuple[int, int, int]) -> None:
+def check_expert_tiles(
+    module: Module, tokens: int, sizes: tuple[int, int, int], here: range | None = None
+) -> None:
     """Experts whose pairs this module sorts."""
     from antiphon.kernels.triton import experts as expert_kernels  # noqa: PLC0415  # imports triton
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("sort_pairs", "tile_of"):
             patch.setattr(expert_kernels, name, getattr(module, name))
-        check_experts(expert_kernels, tokens, sizes)
+        check_experts(expert_kernels, tokens, sizes, here=here)
 
 
 def check_quantize(
-    module: Module, tokens: int, inputs: int, group: int, dtype: torch.dtype = torch.float32
+    module: Module,
+    tokens: int,
+    inputs: int,
+    group: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    skipped: int = 0,
 ) -> None:
-    """Codes of activations are the same; some tokens are zero or tiny, and some are not finite."""
+    """Codes of activations are the same, but for the first, which are `skipped`.
+
+    Some tokens are zero or tiny, and some are not finite.
+    """
     x = uneven(tokens, inputs, dtype)
+    first = torch.tensor([skipped], dtype=torch.int32) if skipped else None
     with np.errstate(invalid="ignore"):
-        made = module.quantize(x, group)
+        made = module.quantize(x, group, first)
     finite, rounded = x.isfinite().all(dim=1), linear_fp8.quantize(x, group)
+    finite[:skipped] = False
     assert torch.equal(made[0].float()[finite], rounded[0].float()[finite])
     assert torch.equal(made[1][:, finite], rounded[1][:, finite])
 

@@ -172,6 +172,34 @@ def test_experts_in_groups_have_any_size(
     )
 
 
+@pytest.mark.parametrize("here", [range(1, 4), range(3, 5)], ids=str)
+def test_experts_of_a_rank_equal_their_reference(here: range) -> None:
+    checks.check_experts(experts, 9, (5, 40, 72), bias=True, here=here)
+
+
+@pytest.mark.parametrize(("here", "fixed"), [(range(1, 3), False), (range(1, 2), True)], ids=str)
+def test_experts_of_a_rank_may_have_many_pairs_or_none(here: range, *, fixed: bool) -> None:
+    """Of three experts the second has no token, and the others have all."""
+    checks.check_experts(experts, 90, (3, 32, 32), here=here, fixed=fixed)
+
+
+@pytest.mark.parametrize(("codes", "weighted_inputs"), [("e4m3", False), ("e2m1", True)])
+def test_experts_of_a_rank_may_be_quantized(codes: checks.Codes, *, weighted_inputs: bool) -> None:
+    checks.check_experts(
+        experts,
+        5,
+        (5, 64, 32),
+        weighted_inputs=weighted_inputs,
+        groups=(32, 32),
+        codes=codes,
+        here=range(2, 4),
+    )
+
+
+def test_tokens_that_are_skipped_are_not_rounded() -> None:
+    checks.check_quantize(rounding, 9, 300, 128, skipped=5)
+
+
 def test_experts_in_groups_and_tiles_of_one_size_equal_their_reference() -> None:
     checks.check_experts(experts, 40, (3, 64, 32), groups=(64, 16), codes="bytes", fixed=True)
 
@@ -414,6 +442,7 @@ fp8_outputs = partial(few_experts, groups=(40, 72))
 fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100, bias=True)
 rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
 rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
+rounded_last = partial(rounded_rows, skipped=5)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
 in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
 in_int8 = partial(checks.check_linear_int8, tokens=9, sizes=(40, 160), bias=True)
@@ -423,6 +452,8 @@ grouped_experts = partial(
 )
 few_tiles = partial(checks.check_expert_tiles, tokens=9, sizes=(5, 40, 72))
 many_tiles = partial(checks.check_expert_tiles, tokens=90, sizes=(3, 16, 16))
+some_experts = partial(few_experts, here=range(2, 4))
+some_tiles = partial(few_tiles, here=range(2, 4))
 fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
@@ -484,6 +515,9 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("expert_tiles", "axis=0) <= tile)", "axis=0) < tile)", few_tiles),
     ("expert_tiles", "(tile - before) * BLOCK_M", "0", many_tiles),
     ("expert_tiles", "// size + min(pairs, experts)", "// size + 1", few_tiles),
+    ("expert_tiles", "number - first, -1)", "number, -1)", some_tiles),
+    ("expert_tiles", "number - first, -1)", "number - first, number)", some_tiles),
+    ("expert_tiles", "tl.where(pair < pairs, number, EXPERTS)", "number", some_tiles),
     ("experts_grouped", "place // 2 + place % 2 * WIDTH", "place // 2", grouped_experts),
     ("experts_grouped", "place < 2 * WIDTH", "place >= 0", grouped_experts),
     ("experts_grouped", "(pair // TOP_K)", "pair", grouped_experts),
@@ -510,6 +544,9 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         few_experts,
     ),
     ("experts", "pair = token * TOP_K + choice", "pair = token * TOP_K", few_experts),
+    ("experts", "tl.load(chosen + pair) - first", "tl.load(chosen + pair)", some_experts),
+    ("experts", "(place >= 0)", "(place >= -2)", some_experts),
+    ("experts", "(place < EXPERTS)", "(place <= EXPERTS)", some_experts),
     ("experts", "factors + group * tokens", "factors", fp8_experts),
     ("experts", "own + group * (2 * WIDTH)", "own", fp8_experts),
     ("experts", "scale += WIDTH", "scale += 0", fp8_experts),
@@ -527,6 +564,7 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("rounding", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", rounded_rows),
     ("rounding", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", rounded_groups),
     ("rounding", "mask=group < GROUPS", "mask=group <= GROUPS", rounded_groups),
+    ("rounding", "token >= start_token", "token > start_token", rounded_last),
     ("whole", "low, high = 0, length", "low, high = 0, length - 1", texts),
     ("whole", "head // (HEADS // KV_HEADS)", "head % KV_HEADS", texts),
     ("whole", "mixed * shrink[:, None]", "mixed", texts),

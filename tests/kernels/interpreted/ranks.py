@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.kernels.edits import Edit
 from tests.kernels.interpreted.models import BAD, STAND_IN, opened, requests
 from tests.models.eagle3 import write_head
 from tests.models.model_loop import ModelLoop
@@ -20,6 +21,7 @@ from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.support.worker import state
 
+from antiphon.layers import moe
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams
 
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CAPTURED = (2, 4)
 OPEN: dict[str, Any] = {"dtype": "float32", "pages": 100}
+SPREAD: dict[str, Any] = {**OPEN, "ep_ranks": 2}
+"""Each of two ranks has half of the experts."""
 LIMITS: dict[str, Any] = {"chunk_tokens": 20}
 
 
@@ -49,6 +53,11 @@ def pair() -> Iterator[Ranks]:
 def expected_of(folder: Path, count: int = 4) -> list[Output]:
     model = opened(folder, "cpu")
     return ModelLoop(model, **LIMITS).run(requests(model.spec.vocabulary, count))
+
+
+def one_layer(family: str, folder: Path) -> Path:
+    row = BY_NAME[family]
+    return save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), folder).folder
 
 
 def check(
@@ -187,27 +196,82 @@ def test_models_with_states_generate_what_one_rank_does(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-next"])
-def test_attention_groups_generate_what_one_rank_does(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ep_ranks"), [("deepseek-v3", 1), ("deepseek-v3", 2), ("qwen3-next", 1)]
+)
+def test_attention_groups_generate_what_one_rank_does(
+    family: str, ep_ranks: int, tmp_path: Path
+) -> None:
     """In turn and overlapped; none of their steps is captured."""
     folder = save(BY_NAME[family], tmp_path).folder
     expected, ranks = expected_of(folder, 3), Ranks(tp=2, dp=2, device="interpreter")
+    opening = {**OPEN, "ep_ranks": ep_ranks}
     for overlap in (False, True):
-        check(ranks, folder, expected, overlap=overlap, captured=(), groups=2)
+        check(ranks, folder, expected, opening, overlap=overlap, captured=(), groups=2)
     ranks.close()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [2, 4])
-def test_experts_in_groups_generate_what_one_rank_does(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_ranks_with_whole_experts_generate_what_one_rank_does(
+    pair: Ranks, family: str, tmp_path: Path
+) -> None:
+    """Also in steps that are replayed, with the sums of what experts made inside."""
+    folder = save(BY_NAME[family], tmp_path).folder
+    check(pair, folder, expected_of(folder, 2), SPREAD, overlap=True)
+
+
+@pytest.mark.long
+def test_stages_with_whole_experts_generate_what_one_rank_does(tmp_path: Path) -> None:
+    folder = save(BY_NAME["mixtral"], tmp_path).folder
+    expected, ranks = expected_of(folder, 2), Ranks(2, 2, device="interpreter")
+    check(ranks, folder, expected, SPREAD, overlap=True, captured=(), flights=2)
+    ranks.close()
+
+
+@pytest.mark.long
+def test_whole_experts_in_fp8_generate_what_those_of_the_cpu_do(
+    pair: Ranks, tmp_path: Path
+) -> None:
+    """Whose ranks divide a token between them alike: each rounds its part by a scale of its own."""
+    folder = one_layer("mixtral", tmp_path)
+    opening = {**SPREAD, "quantization": "fp8", "quantized": "fp8"}
+    on_cpu = Ranks(tp=2)
+    with on_cpu.opened(folder, **opening) as (model, lead):
+        loop = ModelLoop(model, lead=lead, **LIMITS)
+        expected = loop.run(requests(model.spec.vocabulary, 1))
+    on_cpu.close()
+    check(pair, folder, expected, opening, overlap=True)
+
+
+@pytest.mark.long
+def test_an_expert_that_both_ranks_count_is_noticed(pair: Ranks, tmp_path: Path) -> None:
+    folder = one_layer("mixtral", tmp_path)
+    expected = expected_of(folder, 1)
+    # Here, on rank 0, pairs of the other rank's first expert are multiplied, too.
+    twice = Edit(
+        "an expert is counted on both ranks",
+        moe,
+        "ExpertSlice(numbers.start, spec.count)",
+        "ExpertSlice(numbers.start + 1, spec.count)",
+    )
+    with twice.applied(), pytest.raises(AssertionError):
+        check(pair, folder, expected, SPREAD, overlap=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "ep_ranks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_experts_in_groups_generate_what_one_rank_does(
+    count: int, ep_ranks: int, tmp_path: Path
+) -> None:
     """Whether ranks have whole groups, or would have to divide them."""
-    row = BY_NAME["gpt-oss"]
-    folder = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path).folder
+    folder = one_layer("gpt-oss", tmp_path)
     stored, plain = in_mxfp4(folder)
     rewrite(folder, plain, None)
     expected, ranks = expected_of(folder, 2), Ranks(tp=count, device="interpreter")
     rewrite(folder, stored, MXFP4)
-    check(ranks, folder, expected, {**OPEN, "quantized": "grouped"}, overlap=True)
+    opening = {**OPEN, "quantized": "grouped", "ep_ranks": ep_ranks}
+    check(ranks, folder, expected, opening, overlap=True)
     ranks.close()
 
 

@@ -371,6 +371,9 @@ def test_experts_in_groups_stay_so_on_a_gpu_as_on_a_cpu() -> None:
     converted = on_cpu + wide * 2 - round(wide * (0.5 + 4 / 64))
     share = decide(gpu, card, model__dtype="bfloat16", **ranked).weight_bytes.value
     assert share == -(-converted // 2)
+    # Two ranks with half of the experts each divide none of them.
+    spread = decide(gpu, card, model__dtype="bfloat16", parallel__ep_size="2", **ranked)
+    assert spread.weight_bytes.value == -(-on_cpu // 2)
     whole = msgspec.structs.replace(card, experts=msgspec.structs.replace(experts, width=128))
     share = decide(gpu, whole, model__dtype="bfloat16", **ranked).weight_bytes.value
     assert share == -(-on_cpu // 2)

@@ -257,8 +257,23 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
 def test_what_runs_on_the_cpu_only_is_refused_by_its_setting() -> None:
     device = replace(DEVICE, kind="interpreter", lacking="model.device is interpreter")
     with pytest.raises(ConfigError) as caught:
-        decide(device, model__device="interpreter", parallel__tp_size="2", parallel__ep_size="2")
-    assert str(caught.value) == "model.device = interpreter: parallel.ep_size runs on cpu only"
+        decide(device, model__device="interpreter", model__implementation="transformers")
+    assert str(caught.value) == (
+        "model.device = interpreter: model.implementation = transformers runs on cpu only"
+    )
+
+
+def test_experts_are_spread_over_ranks_on_every_device() -> None:
+    said = {"parallel__tp_size": "4", "parallel__ep_size": "2"}
+    assert decide(DEVICE, **said).ep_ranks == ResolvedValue(2, "parallel.ep_size")
+    device = HostDevice(kind="cuda", cores=8, memory_bytes=80 * GIB, lacking="it is a GPU")
+    reason = "parallel.ep_size; each with a slice of the experts: not yet run on a GPU"
+    assert decide(device, model__device="cuda", **said).ep_ranks == ResolvedValue(2, reason)
+    one = decide(device, model__device="cuda", parallel__tp_size="4")
+    assert one.ep_ranks == ResolvedValue(1, "parallel.ep_size")
+    shared = replace(device, kind="interpreter")
+    plan = decide(shared, model__device="interpreter", **said)
+    assert plan.ep_ranks == ResolvedValue(2, "parallel.ep_size")
 
 
 def test_a_gpu_captures_no_decode_steps_of_a_model_that_pools() -> None:

@@ -1,9 +1,10 @@
 """Pairs of a token and an expert, sorted by expert, in tiles of one expert each.
 
 How many tiles each expert has only the device knows, so there are as many programs as there might
-be, and each finds its tile; the host waits for nothing.
+be, and each finds its tile; the host waits for nothing. Where a rank has a slice of the experts,
+pairs of others come first, and are in no tile.
 
-Axes: N pairs, E experts.
+Axes: N pairs, E experts that are here.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -21,24 +22,45 @@ from antiphon.kernels.triton.launch import launch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from antiphon.kernels.experts import ExpertSlice
+
 PASS = 1024
 """Pairs that a program reads at a time."""
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def sort_kernel(chosen, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _expert_of(chosen, pair, pairs, first, EXPERTS: tl.constexpr, SLICED: tl.constexpr):
+    """Places among the experts here; negative: of another rank's. Behind the last pair: EXPERTS."""
+    number = tl.load(chosen + pair, mask=pair < pairs, other=EXPERTS)
+    if SLICED:
+        number = tl.where(number < first + EXPERTS, number - first, -1)
+        number = tl.where(pair < pairs, number, EXPERTS)
+    return number
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
+def sort_kernel(
+    chosen,
+    order,
+    starts,
+    pairs,
+    first,
+    EXPERTS: tl.constexpr,
+    SLICED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The pairs of an expert in the order of tokens, behind those of the experts before it."""
     expert = tl.program_id(0)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, pairs, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        number = tl.load(chosen + place, mask=place < pairs, other=EXPERTS)
+        number = _expert_of(chosen, place, pairs, first, EXPERTS, SLICED)
         before += (number < expert).to(tl.int32)
     next_place = tl.sum(before, axis=0)
     tl.store(starts + expert, next_place)
     for start in range(0, pairs, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        number = tl.load(chosen + place, mask=place < pairs, other=EXPERTS)
+        number = _expert_of(chosen, place, pairs, first, EXPERTS, SLICED)
         mine = (number == expert).to(tl.int32)
         tl.store(order + next_place + tl.cumsum(mine, axis=0) - 1, place, mask=mine == 1)
         next_place += tl.sum(mine, axis=0)
@@ -65,17 +87,32 @@ def tile_of(
 class PairTiles(NamedTuple):
     """Sorted pairs, and how many tiles there may be."""
 
-    order: Tensor  # (N,) int32, the pairs
+    order: Tensor  # (N,) int32, the pairs; those that are in no tile come first, unwritten
     starts: Tensor  # (E,) int32, where those of an expert begin
+    skipped: Tensor | None  # (1,) int32, how many are in no tile; None: none is
     size: int  # pairs of a tile
     count: int
 
 
-def sort_pairs(chosen: Tensor, experts: int, size: int) -> PairTiles:
-    """Sort pairs by their experts (T, K) int64, into tiles of so many."""
+def sort_pairs(
+    chosen: Tensor, experts: int, size: int, own: ExpertSlice | None = None
+) -> PairTiles:
+    """Sort pairs by their experts (T, K) int64, into tiles of so many; `own`: of a slice."""
     pairs = chosen.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
-    launch(sort_kernel, (experts,), chosen, order, starts, pairs, EXPERTS=experts, BLOCK=PASS)
+    launch(
+        sort_kernel,
+        (experts,),
+        chosen,
+        order,
+        starts,
+        pairs,
+        0 if own is None else own.first,
+        EXPERTS=experts,
+        SLICED=own is not None,
+        BLOCK=PASS,
+    )
     # Each expert that has pairs may have one tile that is not full.
-    return PairTiles(order, starts, size, pairs // size + min(pairs, experts))
+    count = pairs // size + min(pairs, experts)
+    return PairTiles(order, starts, None if own is None else starts[:1], size, count)

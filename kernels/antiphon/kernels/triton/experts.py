@@ -7,8 +7,10 @@ Weights in e4m3 have a scale for each output and group of inputs, and activation
 before each product: see `antiphon.kernels.triton.rounding`. Those of 4 or 8 bits in groups have
 kernels of their own (`antiphon.kernels.triton.experts_grouped`).
 
-Axes: T tokens, K experts of a token, N = T * K pairs, E experts, D hidden size, W width, G groups
-of inputs.
+A rank with a slice of the experts multiplies the pairs of these alone, and reads nothing of others.
+
+Axes: T tokens, K experts of a token, N = T * K pairs, E experts that are here, D hidden size,
+W width, G groups of inputs.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.experts import ExpertWeights
+    from antiphon.kernels.experts import ExpertSlice, ExpertWeights
     from antiphon.kernels.linear_fp8 import Fp8Matrix
 
 PASS = 1024
@@ -194,14 +196,18 @@ def down_kernel(
         tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def combine_kernel(
     rows,
+    chosen,
     shares,
     out,
+    first,
+    EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     SHARED: tl.constexpr,
+    SLICED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The sum of what the experts of a token made, weighted, in the order of its choices."""
@@ -211,8 +217,10 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(TOP_K):
         pair = token * TOP_K + choice
-        made = tl.load(rows + pair * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        total += made if SHARED else made * tl.load(shares + pair)
+        place = tl.load(chosen + pair) - first if SLICED else 0
+        if (place >= 0) & (place < EXPERTS):
+            made = tl.load(rows + pair * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+            total += made if SHARED else made * tl.load(shares + pair)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -223,10 +231,12 @@ def experts(
     weights: ExpertWeights,
     activation: ActivationKind | tuple[float, float],
     *,
+    own: ExpertSlice | None = None,
     weighted_inputs: bool = False,
 ) -> Tensor:
     """As `antiphon.kernels.experts.experts`."""
-    few = chosen.numel() <= FEW * weights.experts
+    # Of the experts that tokens choose among, a slice has its part of the pairs.
+    total = weights.experts if own is None else own.total
     many = experts_grouped.MANY if isinstance(weights.gate_up, GroupedMatrix) else MANY
     return _experts(
         x,
@@ -234,7 +244,8 @@ def experts(
         shares,
         weights,
         activation,
-        FEW if few else many,
+        FEW if chosen.numel() <= FEW * total else many,
+        own=own,
         weighted_inputs=weighted_inputs,
     )
 
@@ -246,10 +257,13 @@ def experts_fixed(
     weights: ExpertWeights,
     activation: ActivationKind | tuple[float, float],
     *,
+    own: ExpertSlice | None = None,
     weighted_inputs: bool = False,
 ) -> Tensor:
     """As `experts`, in tiles of one size: a token's bits do not depend on those beside it."""
-    return _experts(x, chosen, shares, weights, activation, FEW, weighted_inputs=weighted_inputs)
+    return _experts(
+        x, chosen, shares, weights, activation, FEW, own=own, weighted_inputs=weighted_inputs
+    )
 
 
 def _experts(
@@ -260,11 +274,12 @@ def _experts(
     activation: ActivationKind | tuple[float, float],
     size: int,
     *,
+    own: ExpertSlice | None,
     weighted_inputs: bool,
 ) -> Tensor:
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
     (tokens, hidden), top_k = x.shape, chosen.shape[1]
-    tiles = sort_pairs(chosen, weights.experts, size)
+    tiles = sort_pairs(chosen, weights.experts, size, own)
     rows, each, weighted = x, top_k, weighted_inputs
     if weighted and not isinstance(weights.gate_up, PlainMatrix):
         # Inputs are rounded after they were weighted: those of each pair by themselves.
@@ -284,11 +299,15 @@ def _experts(
         combine_kernel,
         (tokens, ceil_div(hidden, block)),
         made,
+        chosen,
         shares,
         out,
+        0 if own is None else own.first,
+        EXPERTS=weights.experts,
         TOP_K=top_k,
         HIDDEN=hidden,
         SHARED=weighted_inputs,
+        SLICED=own is not None,
         BLOCK=block,
     )
     return out
@@ -354,7 +373,7 @@ def _down(opened: Tensor, matrix: PlainMatrix | Fp8Matrix, tiles: PairTiles) -> 
     """Outputs (N, D) of the down projections, in the order of pairs."""
     pairs, (count, hidden, width) = len(opened), matrix[0].shape
     out = torch.empty((pairs, hidden), dtype=opened.dtype, device=opened.device)
-    inputs = _inputs(opened, matrix)
+    inputs = _inputs(opened, matrix, tiles.skipped)
     launch(
         down_kernel,
         (tiles.count, ceil_div(hidden, OUTPUTS)),
@@ -393,11 +412,14 @@ class _Inputs(NamedTuple):
     depth: int  # inputs of a step, which do not cross groups
 
 
-def _inputs(rows: Tensor, matrix: PlainMatrix | Fp8Matrix) -> _Inputs:
+def _inputs(
+    rows: Tensor, matrix: PlainMatrix | Fp8Matrix, skipped: Tensor | None = None
+) -> _Inputs:
+    """Of rows behind so many that are skipped."""
     depth, inputs = DEPTH_BYTES // rows.element_size(), rows.shape[1]
     if isinstance(matrix, PlainMatrix):
         return _Inputs(rows, rows, matrix.weights, 0, 0, depth)
     group = min(matrix.group, inputs)
-    codes, factors = quantize(rows, group)
+    codes, factors = quantize(rows, group, skipped)
     depth = DEPTH_BYTES if group == inputs else min(DEPTH_BYTES, group & -group)
     return _Inputs(codes, factors, matrix.scales, group, len(factors), depth)

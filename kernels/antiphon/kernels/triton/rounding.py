@@ -29,39 +29,46 @@ def quantize_kernel(
     x,
     codes,
     scales,
+    skipped,
     tokens,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     MAX: tl.constexpr,
+    SKIPS: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round some groups of a token."""
+    """Round some groups of a token, if it is not skipped."""
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    first = group[:, None] * GROUP
-    peak = tl.zeros([EACH], tl.float32)
-    for start in range(0, GROUP, BLOCK):
-        member = (start + tl.arange(0, BLOCK))[None, :]
-        inside = (member < GROUP) & (first + member < INPUTS)
-        value = tl.load(x + token * INPUTS + first + member, mask=inside, other=0.0)
-        peak = tl.maximum(peak, tl.max(tl.abs(value.to(tl.float32)), axis=1))
-    scale = tl.div_rn(peak, tl.full([EACH], MAX, tl.float32))
-    scale = tl.where(scale > 0, scale, 1.0)
-    tl.store(scales + group * tokens + token, scale, mask=group < GROUPS)
-    for start in range(0, GROUP, BLOCK):
-        member = (start + tl.arange(0, BLOCK))[None, :]
-        inside = (member < GROUP) & (first + member < INPUTS)
-        place = token * INPUTS + first + member
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
-        # What a scale of few bits leaves larger becomes the largest number.
-        tl.store(codes + place, value.to(codes.dtype.element_ty), mask=inside)
+    start_token = tl.load(skipped) if SKIPS else 0
+    if token >= start_token:
+        group = tl.program_id(1) * EACH + tl.arange(0, EACH)
+        first = group[:, None] * GROUP
+        peak = tl.zeros([EACH], tl.float32)
+        for start in range(0, GROUP, BLOCK):
+            member = (start + tl.arange(0, BLOCK))[None, :]
+            inside = (member < GROUP) & (first + member < INPUTS)
+            value = tl.load(x + token * INPUTS + first + member, mask=inside, other=0.0)
+            peak = tl.maximum(peak, tl.max(tl.abs(value.to(tl.float32)), axis=1))
+        scale = tl.div_rn(peak, tl.full([EACH], MAX, tl.float32))
+        scale = tl.where(scale > 0, scale, 1.0)
+        tl.store(scales + group * tokens + token, scale, mask=group < GROUPS)
+        for start in range(0, GROUP, BLOCK):
+            member = (start + tl.arange(0, BLOCK))[None, :]
+            inside = (member < GROUP) & (first + member < INPUTS)
+            place = token * INPUTS + first + member
+            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+            # What a scale of few bits leaves larger becomes the largest number.
+            tl.store(codes + place, value.to(codes.dtype.element_ty), mask=inside)
 
 
-def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """As `antiphon.kernels.linear_fp8.quantize`."""
+def quantize(x: Tensor, group: int, skipped: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `antiphon.kernels.linear_fp8.quantize`.
+
+    `skipped`, (1,) int32: how many tokens at the beginning are not rounded. None: all are.
+    """
     x = x.contiguous()
     tokens, inputs = x.shape
     group = min(group, inputs)
@@ -75,12 +82,14 @@ def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         x,
         codes,
         scales,
+        x if skipped is None else skipped,
         tokens,
         warps=warps_of(each * block * x.element_size()),
         INPUTS=inputs,
         GROUP=group,
         GROUPS=groups,
         MAX=FP8_MAX[E4M3],
+        SKIPS=skipped is not None,
         EACH=each,
         BLOCK=block,
     )
