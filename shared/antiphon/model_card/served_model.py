@@ -72,7 +72,8 @@ def draft_settings(settings: Settings) -> Settings | None:
         config_overrides="{}",
     )
     cache = replace(settings.cache, scales="")
-    return replace(settings, model=model, load=load, cache=cache)
+    parallel = replace(settings.parallel, ep_size=1)  # experts of its own are divided by width
+    return replace(settings, model=model, load=load, cache=cache, parallel=parallel)
 
 
 def tokenizer_folder(settings: Settings) -> Path:

@@ -18,7 +18,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype
 from antiphon.model_card.card import LatentCard, ModelCard, RecurrentStates, Weights
 from antiphon.model_card.config_json import Task
-from antiphon.model_card.served_model import draft_files, hub_models
+from antiphon.model_card.served_model import draft_files, draft_settings, hub_models
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
@@ -110,6 +110,14 @@ def test_draft_model_is_loaded_by_a_plan_of_its_own() -> None:
     assert (own.dtype.value, own.implementation) == (Dtype.FLOAT32, OWN)
     assert (own.page_tokens, own.cache_pages) == (plan.page_tokens, plan.cache_pages)
     assert own.draft.value is None
+
+
+def test_ranks_divide_the_experts_of_a_draft_model_by_width() -> None:
+    line = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small")
+    own = draft_settings(settings_of(*line, "--tp-size", "2", "--ep-size", "2"))
+    assert own is not None
+    assert (own.parallel.tp_size, own.parallel.ep_size) == (2, 1)
+    assert decide("--tp-size", "2", "--ep-size", "2").of_draft().ep_ranks.value == 1
 
 
 def test_plan_with_a_draft_model_survives_a_recording() -> None:

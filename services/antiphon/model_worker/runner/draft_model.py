@@ -13,6 +13,7 @@ import torch
 
 from antiphon.kernels.ops import select
 from antiphon.kernels.upload import upload_to
+from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.op import BackendChoice
+    from antiphon.layers.weights import Tp
     from antiphon.model_worker.batching.plan import Ints, StepOutcome
     from antiphon.model_worker.model.load import LoadedModel
 
@@ -66,6 +68,7 @@ class DraftModel:
         on_cpu = build.device_kind == "cpu"
         if not on_cpu:
             require_kernels(model, self.ops.choices)
+        self._device_ranks: Tp = SingleRank() if on_cpu else build.tp
         self._upload = upload_to(build.device_kind, build.device)
         self.pool = KvPool(self.group, attends[1], build)
         self._shapes = (kv_shape(model, self.group, *attends),)
@@ -162,12 +165,23 @@ class DraftModel:
             self._contexts.forget()
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
-        failed = batch.failed_rows(found.finite, found.logits_finite)
-        if failed is None:
-            return found.token_ids, found.states
-        self._wipe(batch, failed)
-        token_ids = np.where(failed[batch.logit_row], np.int32(NO_DRAFT), found.token_ids)
-        return token_ids, found.states
+        failed, token_ids = batch.failed_rows(found.finite, found.logits_finite), found.token_ids
+        if failed is not None:
+            self._wipe(batch, failed)
+            token_ids = np.where(failed[batch.logit_row], np.int32(NO_DRAFT), token_ids)
+        return self._of_first_rank(token_ids), found.states
+
+    def _of_first_rank(self, token_ids: Ints) -> Ints:
+        """What the first of several ranks on devices has found, on all of them.
+
+        What is drafted is verified, and may end the passes: it must be the same. Sums of ranks on
+        CPUs have the same bits on all of them.
+        """
+        ranks = self._device_ranks
+        if ranks.ranks == 1:
+            return token_ids
+        mine = self._upload(token_ids if ranks.rank == 0 else np.zeros_like(token_ids))
+        return ranks.all_reduce(mine).cpu().numpy()
 
     def _likeliest(
         self, plan: StepPlan, batch: InputBatch, aux: Tensor | None, states: Tensor | None
