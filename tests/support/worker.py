@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.token_store import OutputIds
+    from antiphon.model_worker.cache.events import EventLog
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.errors import ErrorReply
@@ -372,3 +373,11 @@ def blocks_removed(blocks: Iterable[bytes]) -> BlocksRemoved:
 
 def blocks_of(event: BlocksStored | BlocksRemoved) -> list[bytes]:
     return list(split_digests(event.digests))
+
+
+def blocks_present(log: EventLog) -> list[bytes]:
+    """The blocks that a listener hears of who asks for all that there is."""
+    _clear, *stored = log.replay(after=-1)
+    return [
+        block for event in stored if isinstance(event, BlocksStored) for block in blocks_of(event)
+    ]
