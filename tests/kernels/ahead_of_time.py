@@ -106,6 +106,18 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
 
 def compile_for(launch: Launch, sm: int) -> tuple[Usage, Code]:
     """Compile a launch for a compute capability, with what that GPU need not be here for."""
+    made: Any = triton.compile(
+        source_of(launch), target=GPUTarget("cuda", sm, 32), options=options_of(launch)
+    )
+    dumped = _dump(made.asm["cubin"])
+    found = _USAGE.findall(dumped)
+    assert len(found) == 1, dumped
+    registers, stack, _, local = map(int, found[0])
+    return Usage(registers, stack, local, made.metadata.shared), code_of(dumped)
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """What of a launch is compiled, for any target."""
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     constants = dict(launch.constants)
     plain = [name for name in kernel.arg_names if name not in constants]
@@ -119,14 +131,12 @@ def compile_for(launch: Launch, sm: int) -> tuple[Usage, Code]:
         for place, name in enumerate(kernel.arg_names)
         if kinds.get(name, "").endswith(ALIGNED)
     }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made: Any = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    dumped = _dump(made.asm["cubin"])
-    found = _USAGE.findall(dumped)
-    assert len(found) == 1, dumped
-    registers, stack, _, local = map(int, found[0])
-    return Usage(registers, stack, local, made.metadata.shared), code_of(dumped)
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def options_of(launch: Launch) -> dict[str, int]:
+    """How a launch is compiled, for any target."""
+    return {"num_warps": launch.warps, "num_stages": launch.stages}
 
 
 def _dump(binary: bytes) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from tests.gpu.costs import DECODE_AIMS, GPUS, GROUPED_BYTES, LAUNCHES, decode_cost, launches_of
+from tests.kernels import amd
 from tests.kernels.ahead_of_time import read_table
 from tests.kernels.published import MODELS
 
@@ -93,6 +94,28 @@ a load, and of the launch that uses most registers of a thread, KiB of shared me
 instructions that multiply:
 
 {_compiled()}
+
+## Compiled for AMD's GPUs
+
+**No AMD GPU is served**, and no kernel has run on one. This is how far Triton's compiler gets for
+gfx942 (MI300) and gfx950 (MI350), without ROCm (`python -m tests.kernels.amd`). One launch stands
+for all of a kernel: of those above, the one with the largest tile, which is the product of its
+constants `BLOCK` and `BLOCK_*`; of several, that of most stages, then of most warps, and then the
+last one as a text. Of launches with operands of float8_e4m3fn, another one is compiled: gfx950
+multiplies this type (`fp8e4nv`), and on gfx942 it is emulated. gfx942 multiplies float8_e4m3fnuz
+(`fp8e4b8`), so the launch is compiled with that, too; no code of ours converts weights to it, and
+its largest number is 240, not 448.
+
+Tiles, warps and stages are those for NVIDIA's GPUs, while a wavefront has {amd.LANES} lanes, and a
+block has other sizes of local memory (LDS): {_local_memory()}.
+{_amd_summary()}
+
+Of each launch, vector registers (VGPRs) of a lane with those of the matrix units, KiB of local
+memory, spilled vector and scalar registers (SGPRs) where there are some, and instructions that
+multiply matrices (`v_mfma_*`); or why the compiler refuses it. Scalar registers are spilled to
+vector registers first:
+
+{_amd_table()}
 
 ## On a GPU
 
@@ -304,6 +327,51 @@ def _cell(row: Row | None) -> str:
         return "—"
     sizes = f"{row.usage.registers}, {row.usage.shared / 1024:.0f}"
     return f"{sizes}, {row.matrix}" if row.matrix else sizes
+
+
+def _local_memory() -> str:
+    return " and ".join(f"{kib} KiB on {target}" for target, kib in amd.LDS_KIB.items())
+
+
+def _amd_summary() -> str:
+    lines: list[str] = []
+    for target in amd.FP8_FORMS:
+        rows = [row for row in amd.read_report() if row.target == target]
+        made = [row for row in rows if not row.reason]
+        fitting = [row for row in made if row.fits]
+        spilling = sum(row.spills for row in fitting)
+        lines.append(
+            f"Of {len(rows)} launches for {target}, {len(made)} compile, {len(fitting)} fit in "
+            f"local memory, and {spilling} of these {_keeps(spilling)} registers in memory."
+        )
+    return "\n".join(lines)
+
+
+def _keeps(count: int) -> str:
+    return "keeps" if count == 1 else "keep"
+
+
+def _amd_table() -> str:
+    targets = tuple(amd.FP8_FORMS)
+    lines = [f"| kernel | fp8 | {' | '.join(targets)} |", "|---" * (2 + len(targets)) + "|"]
+    rows = {row[:3]: row for row in amd.read_report()}
+    for kernel, fp8 in dict.fromkeys((row.kernel, row.fp8) for row in rows.values()):
+        cells = (_amd_cell(rows.get((kernel, target, fp8))) for target in targets)
+        lines.append(f"| `{kernel}` | {f'`{fp8}`' if fp8 else '—'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _amd_cell(row: amd.Row | None) -> str:
+    if row is None:
+        return "—"
+    if row.resources is None:
+        return f"refused: {row.reason.replace('|', '&#124;')}"
+    used = row.resources
+    words = [f"{used.vgprs}, {used.lds / 1024:.0f}{'' if row.fits else ' (does not fit)'}"]
+    if used.vgpr_spills or used.sgpr_spills or row.spills:
+        memory = f" ({used.scratch} bytes of memory)" if row.spills else ""
+        words.append(f"{used.vgpr_spills} and {used.sgpr_spills} spilled{memory}")
+    return ", ".join([*words, used.matrix] if used.matrix else words)
 
 
 def _status(backends: tuple[Backend, ...], name: str) -> str:
