@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ANYWHERE = {
     "has no": 3,  # an image format lacks a color mode
+    "is not reached: not checked": 1,  # the index of torch's CPU builds, by a dry run of pip
     "no docker-compose on this machine": 4,
     "no curl on this machine": 1,
 }
