@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tests.models.model_loop import Output
 
-    from antiphon.model_worker.speculation.policy import DraftCounts
+    from antiphon.model_worker.batching.state import CoreTotals
 
 # Numpy's, of what is not finite: rows of padding read a page that nothing has written.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -91,7 +91,7 @@ def test_two_ranks_generate_what_one_does_on_the_cpu(pair: Ranks, tmp_path: Path
 
 def check_drafts(
     pair: Ranks, folder: Path, draft: Path, expected: list[Output], captured: tuple[int, ...] = ()
-) -> DraftCounts:
+) -> CoreTotals:
     """With a draft model two ranks have the tokens and logprobs of one on the CPU without."""
     with pair.opened(folder, captured, draft, **OPEN) as (model, lead):
         assert isinstance(model.runner, DeviceRunner)
@@ -100,14 +100,14 @@ def check_drafts(
         for got, wanted in zip(loop.run(asked), expected, strict=True):
             compare(got, wanted, rounding=1e-4)
         assert not loop.reports[-1].failures
-        return loop.core.draft_counts
+        return loop.core.totals()
 
 
 @pytest.mark.long
 def test_two_ranks_draft_by_a_model(pair: Ranks, tmp_path: Path) -> None:
     """The model itself, which is right about all that is greedy."""
     folder = write_llama(tmp_path, {"num_hidden_layers": 2})
-    assert check_drafts(pair, folder, folder, expected_of(folder, 2)).accepted > 0
+    assert check_drafts(pair, folder, folder, expected_of(folder, 2)).drafts_accepted > 0
 
 
 @pytest.mark.long
@@ -116,7 +116,7 @@ def test_two_ranks_draft_by_another_model(pair: Ranks, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model", {"num_hidden_layers": 1})
     other = write_llama(tmp_path / "other", {"num_hidden_layers": 1}, seed=9)
     counts = check_drafts(pair, folder, other, expected_of(folder), CAPTURED)
-    assert counts.accepted < counts.proposed
+    assert counts.drafts_accepted < counts.drafts_proposed
 
 
 @pytest.mark.long
@@ -126,7 +126,7 @@ def test_two_ranks_draft_by_a_head(pair: Ranks, tmp_path: Path) -> None:
     expected = expected_of(folder)
     drafted = torch.tensor([expected[0].ids[1]] * 2)
     counts = check_drafts(pair, folder, write_head(tmp_path / "head", token_ids=drafted), expected)
-    assert 0 < counts.accepted < counts.proposed
+    assert 0 < counts.drafts_accepted < counts.drafts_proposed
 
 
 def bits_of(ranks: Ranks, folder: Path, chosen: Sequence[int], chunk_tokens: int) -> list[Any]:
