@@ -16,7 +16,13 @@ import msgspec
 import torch
 from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
 from tests.kernels.dry_run import SAMPLED, Launch, every_launch, loop_of, request
-from tests.kernels.interpreted.checks import LONG, RAGGED, a_shape, check_attention
+from tests.kernels.interpreted.checks import (
+    LONG,
+    RAGGED,
+    a_shape,
+    check_attention,
+    check_planned_latents,
+)
 from tests.kernels.on_device import OnDevice
 from tests.kernels.published import MODELS
 from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
@@ -27,7 +33,7 @@ from tokenizers import Tokenizer
 
 from antiphon import embedded
 from antiphon.kernels.attention import paged_attention
-from antiphon.kernels.flashinfer import attention
+from antiphon.kernels.flashinfer import attention, latents
 from antiphon.kernels.op import AttentionFeatures, DeviceCapability
 from antiphon.kernels.triton.backend import SMS
 from antiphon.model_card.card import read_card
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 TRITON, FLASHINFER = "attention.paged:triton", "attention.paged:flashinfer"
+LATENT = 512, 64
+"""Numbers of a latent, and rotated ones beside it, of DeepSeek V2 and V3."""
 NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
 """By the dtype of the GPU: how far its logprobs may be from those of the CPU in float32."""
 PROMPTS = 64
@@ -89,7 +97,8 @@ def flashinfer(
         on, sm = torch.device(device), 10 * major + minor
     for kind, size in product((torch.bfloat16, torch.float16), (64, 128)):
         features = starmap(partial(AttentionFeatures, size), product((False, True), repeat=2))
-        lacks = row.needs(DeviceCapability(device, kind, sm, None, tuple(features)))
+        every = *features, AttentionFeatures(sum(LATENT), latent=LATENT[0], heads=16)
+        lacks = row.needs(DeviceCapability(device, kind, sm, None, every))
         if lacks is not None:
             return {"left out": lacks}
         for window, softcap, sinks in product((None, 200), (None, 30.0), (False, True)):
@@ -97,6 +106,10 @@ def flashinfer(
             for lengths in (RAGGED, LONG):
                 check_attention(OnDevice(attention, on), shape, lengths, softcap, sinks=sinks)
                 compared += 1
+    for kind, heads in product((torch.bfloat16, torch.float16), (16, 128)):
+        for lengths in (RAGGED, LONG):
+            check_planned_latents(OnDevice(latents, on), heads, LATENT, lengths, kind, 64)
+            compared += 1
     triton, found = (
         _attended_by(backend, device, dtype, rows, prompt_tokens, new_tokens)
         for backend in (TRITON, FLASHINFER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    import pytest
 
 
 class Edit(NamedTuple):
@@ -38,6 +41,22 @@ class Edit(NamedTuple):
         finally:
             for name, function in right.items():
                 function.__code__ = codes[name]
+
+
+def edited(old: str, new: str, *modules: ModuleType, patch: pytest.MonkeyPatch) -> ModuleType:
+    """Copies of modules, each of which imports from those before it; one of them has other source.
+
+    They are found in place of the modules while the patch holds. Returns the last one.
+    """
+    sources = {module.__name__: Path(str(module.__file__)).read_text() for module in modules}
+    found = sum(source.count(old) for source in sources.values())
+    assert found == 1, "the mutant no longer applies"
+    copies: list[ModuleType] = []
+    for name, source in sources.items():
+        copies.append(ModuleType(name))
+        patch.setitem(sys.modules, name, copies[-1])  # where an import looks, and a dataclass
+        exec(compile(source.replace(old, new), name, "exec"), vars(copies[-1]))
+    return copies[-1]
 
 
 def _functions_of(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:

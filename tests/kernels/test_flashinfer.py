@@ -9,23 +9,34 @@ import inspect
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape, check_attention
+from tests.kernels.edits import edited
+from tests.kernels.interpreted.checks import (
+    LONG,
+    RAGGED,
+    Rows,
+    a_shape,
+    check_attention,
+    check_planned_latents,
+)
 
 from antiphon.kernels.attention import AttentionMetadata, paged_attention
-from antiphon.kernels.flashinfer import attention, backend
+from antiphon.kernels.flashinfer import attention, backend, latents, plans
 from antiphon.kernels.kv import UNSCALED
 from antiphon.kernels.op import AttentionFeatures, DeviceCapability, KernelUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from antiphon.kernels.attention import KvShape
 
 STAND_IN = Path(__file__).parent / "stand_in"
 DECODE = [1, 1, 1, 1], [0, 130, 3, 63]
@@ -103,7 +114,7 @@ def test_layers_that_attend_alike_are_planned_once(monkeypatch: pytest.MonkeyPat
     made: list[object] = []
     make = attention._decode_wrapper
     monkeypatch.setattr(attention, "_decode_wrapper", lambda *given: made.append(0) or make(*given))
-    attention._free_wrappers(torch.device("cpu"), None).clear()
+    plans.free_wrappers(torch.device("cpu"), None).clear()
 
     def attend(case: Rows, *beside: Any) -> None:
         arguments = case.q, case.keys, case.values, case.rows, case.scale
@@ -136,6 +147,94 @@ def test_captured_steps_of_all_sizes_read_one_memory() -> None:
     assert addresses[0] == addresses[1]
 
 
+def test_latents_equal_their_reference() -> None:
+    for lengths in (DECODE, PREFILL, RAGGED, LONG, ([1], [0]), ([3], [0])):
+        check_planned_latents(latents, lengths=lengths)
+    for dtype in (torch.float16, torch.bfloat16):
+        check_planned_latents(latents, 4, (512, 64), PREFILL, dtype, page_tokens=16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_latents_of_any_rows_equal_their_reference(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows = int(random.integers(1, 9))
+    queries = random.integers(1, 9, rows) if seed % 2 else np.ones(rows, np.int64)
+    check_planned_latents(
+        latents,
+        2 ** int(random.integers(5)),
+        (8 * int(random.integers(1, 5)), int(random.integers(1, 9))),
+        (queries.tolist(), random.integers(0, 60, rows).tolist()),
+        page_tokens=int(random.integers(1, 18)),
+    )
+
+
+def check_parts(module: ModuleType) -> None:
+    """A plan has room for four tokens: rows are cut, and parts have pieces of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PLAN_QUERIES", 9)
+        for lengths in (([5, 14, 2], [0, 40, 130]), ([1] * 9, [7] * 9)):
+            check_planned_latents(module, lengths=lengths)
+
+
+def test_a_pass_that_has_no_room_in_a_plan_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parts(latents)
+    monkeypatch.setattr(latents, "PLAN_QUERIES", 9)
+    first, second, third, *_ = latents._parts(Rows(*PREFILL, a_latent_shape()).rows)
+    for (tokens, part), start, lengths in (
+        (first, 0, [4]),
+        (second, 4, [1, 3]),
+        (third, 8, [4]),
+    ):
+        assert (tokens.start, part.query_len.tolist()) == (start, lengths)
+
+
+def a_latent_shape() -> KvShape:
+    return replace(a_shape(heads=1, group=2), latent=20)
+
+
+def test_latents_without_tokens_or_pages() -> None:
+    case, none = Rows([1, 1], [3, 30], a_latent_shape()), np.zeros(0, np.int32)
+    rows = AttentionMetadata(case.rows.shape, none[:, None], none, none)
+    assert latents.latent_attention(case.q[:0], case.keys, rows, 1.0).shape == (0, 2, 20)
+    case.rows.page_table[1, 2] = -1
+    with pytest.raises(RuntimeError, match="a row reads or writes a token that has no page"):
+        latents.latent_attention(case.q, case.keys, case.rows, 1.0)
+
+
+def test_layers_with_latents_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `attention.paged`, whose keys are its values; a wrapper belongs to its rows."""
+    made: list[object] = []
+    make = latents._wrapper
+    monkeypatch.setattr(latents, "_wrapper", lambda *given: made.append(0) or make(*given))
+    plans.free_wrappers.cache_clear()
+    one, another = (Rows(*PREFILL, a_latent_shape()) for _ in range(2))
+    for case, wrappers in ((one, 1), (one, 1), (another, 2)):
+        attention.paged_attention(case.q, case.keys, case.keys, case.rows, case.scale)
+        assert len(made) == wrappers
+    del one, another, case
+    for lengths in (DECODE, PREFILL, DECODE):
+        case = Rows(*lengths, a_latent_shape())
+        attention.paged_attention(case.q, case.keys, case.keys, case.rows, case.scale)
+    assert len(made) == 2
+
+
+def test_captured_steps_with_latents_read_pages_from_one_memory() -> None:
+    """And each has a wrapper, which is planned again."""
+    params = latents.LatentParams(a_latent_shape(), 1.0, torch.device("cpu"))
+    addresses: list[int] = []
+    for size in (4, 2):
+        ones = np.ones(size, np.int32)
+        rows = AttentionMetadata(params.shape, ones[:, None], ones, ones, pages_max=8)
+        captured: Any = latents._CapturedLatents(params, rows).wrapper
+        memory = captured._captured
+        assert [len(each) for each in memory] == [size + 1, size + 1, 8 * size, size]
+        addresses.append(memory[2].data_ptr())
+        (plan_again,) = rows.planners
+        plan_again(replace(rows, page_table=ones[:, None] * 5), rows)
+        assert memory[2][:size].tolist() == [5] * size
+    assert addresses[0] == addresses[1]
+
+
 check = partial(check_attention, shape=a_shape())
 windowed = partial(check_attention, shape=a_shape(window=20))
 eight_bits = partial(check, cache=E4M3)
@@ -153,8 +252,8 @@ MUTANTS: list[tuple[str, str, Callable[..., None]]] = [
     ("mass - sinks.float()", "mass", partial(check, sinks=True)),
     ("keys[:, :, :size], values[:, :, :size]", "keys, values", check),
     (
-        "np.cumsum(rows.query_len, out=starts[1:])",
-        "starts[1:] = 1",
+        "row_starts(rows.query_len)",
+        "row_starts(rows.query_len * 0 + 1)",
         partial(check, lengths=PREFILL),
     ),
     ("(rows.query_len == 1).all()", "(rows.query_len >= 1).all()", partial(check, lengths=PREFILL)),
@@ -165,17 +264,37 @@ MUTANTS: list[tuple[str, str, Callable[..., None]]] = [
 def test_edits_are_found(
     old: str, new: str, compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(attention.__file__).read_text()
-    assert source.count(old) == 1, "the mutant no longer applies"
-    mutant = ModuleType("mutant")
-    monkeypatch.setitem(sys.modules, "mutant", mutant)  # where a dataclass looks
-    exec(source.replace(old, new), vars(mutant))
+    mutant = edited(old, new, plans, attention, patch=monkeypatch)
     compare(attention)
     with pytest.raises(AssertionError):
         compare(mutant)
 
 
+prefilled = partial(check_planned_latents, lengths=([5, 14, 2], [0, 40, 130]))
+LATENT_MUTANTS: list[tuple[str, str, Callable[..., None]]] = [
+    ("causal=bool((rows.query_len > 1).any())", "causal=False", prefilled),
+    ("sm_scale=params.scale", "sm_scale=1.0", prefilled),
+    ("head_dim_ckv=shape.latent", "head_dim_ckv=shape.latent - 1", prefilled),
+    ("rows.kv_len.copy()", "rows.kv_len - 1", prefilled),
+    ("row_starts(rows.query_len)", "row_starts(rows.query_len * 0 + 1)", prefilled),
+    ("pages[:, 0, : shape.page_tokens]", "pages[:, 0]", prefilled),
+    ("(rows.kv_len - ends + last)[there]", "rows.kv_len[there]", check_parts),
+    ("slice(first, first + most)", "slice(0, most)", check_parts),
+    ("np.maximum(ends - rows.query_len, first)", "(ends - rows.query_len)", check_parts),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "compare"), LATENT_MUTANTS, ids=lambda each: str(each)[:40])
+def test_edits_of_latents_are_found(
+    old: str, new: str, compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = edited(old, new, plans, latents, patch=monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(mutant)
+
+
 PLAIN = AttentionFeatures(128)
+LATENT = AttentionFeatures(576, latent=512, heads=16)
 GPU = partial(DeviceCapability, "cuda", torch.bfloat16)
 
 
@@ -185,9 +304,20 @@ GPU = partial(DeviceCapability, "cuda", torch.bfloat16)
         (DeviceCapability("cpu"), "it runs on CUDA only"),
         (DeviceCapability("cuda", torch.float32, 90), "it does not compute in float32"),
         (GPU(75), "its kernels are not written for sm_75"),
+        (GPU(80, None, (LATENT,)), None),
         (
-            GPU(90, None, (AttentionFeatures(576, latent=True),)),
-            "its kernels of latent attention (MLA) are not used",
+            GPU(90, E4M3, (LATENT,)),
+            "its kernels of latent attention (MLA) are not built for a KV cache of 8 bits",
+        ),
+        (
+            GPU(90, None, (replace(LATENT, heads=20),)),
+            "its kernels of latent attention (MLA) take numbers of heads that divide 128, and not "
+            "20",
+        ),
+        (
+            GPU(90, None, (LATENT, AttentionFeatures(288, latent=256))),
+            "its module fa3 of latents of 256 numbers and 32 rotated ones in bfloat16: it is not "
+            "in flashinfer-jit-cache",
         ),
         (GPU(90, None, (PLAIN,)), None),
         (GPU(100, E4M3, (AttentionFeatures(64, window=True, softcap=True),)), None),
@@ -213,6 +343,8 @@ def test_a_device_or_a_model_is_refused_by_what_it_lacks(
 ) -> None:
     modules = importlib.import_module("flashinfer.prefill")
     monkeypatch.setattr(modules, "MISSING", {("fa2", 80), ("fa3", 96)})
+    latent_modules = importlib.import_module("flashinfer.jit")
+    monkeypatch.setattr(latent_modules, "MISSING_LATENTS", {("fa3", 256, 32)})
     (row,) = (row for row in paged_attention.backends if row.name == "flashinfer")
     assert row.needs(device) == reason
 
@@ -230,6 +362,14 @@ def test_modules_are_loaded_when_backends_are_chosen(monkeypatch: pytest.MonkeyP
         for window in (False, True)
         for kernels in ("fa2", "fa3")
     ]
+
+
+def test_latents_have_one_module_for_prefills_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("flashinfer.jit"), "LOADED_LATENTS", loaded := [])
+    for sm in (80, 90, 100):
+        assert paged_attention.select(GPU(sm, None, (LATENT,))).backend == "flashinfer"
+    dtypes = torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32
+    assert loaded == [(kernels, *dtypes, 512, 64, False) for kernels in ("fa2", "fa3", "fa2")]
 
 
 @pytest.mark.parametrize(
@@ -280,9 +420,12 @@ def test_deterministic_inference_leaves_flashinfer_out() -> None:
     assert not paged_attention.select(gpu, "flashinfer", invariant=True).invariant
 
 
+LATENT_CLASS, METADATA = "BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"
 CLASSES = {
     "BatchDecodeWithPagedKVCacheWrapper": "decode.py",
     "BatchPrefillWithPagedKVCacheWrapper": "prefill.py",
+    LATENT_CLASS: "mla/_batch_mla/_wrapper.py",
+    METADATA: "mla/_batch_mla/_contracts.py",
 }
 METHODS = {"plan": "_plan_impl"}
 """Where a method takes any argument, the one that it calls with all of them."""
@@ -303,32 +446,39 @@ def test_every_call_binds_to_the_signature_of_the_pinned_package(
         with pytest.raises(TypeError):
             signature.bind(None, **every[0], window=1)
     assert {method for _, method in calls} == {"__init__", "plan", "run", "reset_workspace_buffer"}
-    modules = signature_of(
-        sources / "jit" / "attention" / "modules.py", None, "get_batch_prefill_uri"
-    )
-    named = backend.module_arguments(PLAIN, torch.bfloat16, torch.bfloat16)
-    assert list(modules.parameters) == ["backend", *named]
+    csr = signature_of(sources / CLASSES[METADATA], METADATA, "csr")
+    for given in calls[LATENT_CLASS, "plan"]:
+        csr.bind(None, **vars(given["metadata"]))
+    modules = sources / "jit" / "attention" / "modules.py"
+    for features, function in ((PLAIN, "get_batch_prefill_uri"), (LATENT, "gen_batch_mla_module")):
+        named = backend.module_arguments(features, torch.bfloat16, torch.bfloat16)
+        assert list(signature_of(modules, None, function).parameters) == ["backend", *named]
     loader = signature_of(sources / "prefill.py", None, "get_batch_prefill_module")
     assert str(loader) == "(backend, *args)"
-    exported = ast.parse((sources / "jit" / "__init__.py").read_text()).body
-    names = {
-        alias.asname
-        for node in exported
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert "MissingJITCacheError" in names
+    exported = imported_by(sources / "jit" / "__init__.py")
+    assert {"MissingJITCacheError", "gen_batch_mla_module"} <= exported
+    assert "from ._core import *" in (sources / "mla" / "__init__.py").read_text()
+    assert {LATENT_CLASS, METADATA} <= imported_by(sources / "mla" / "_core.py")
     read = (sources / "jit" / "core.py").read_text()
     assert 'os.environ.get("FLASHINFER_DISABLE_JIT")' in read
 
 
+def imported_by(path: Path) -> set[str]:
+    """The names that a module has of others, for those that import it."""
+    imports = (
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
+    )
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
 def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """All calls of the cases here, of each method of the two wrappers."""
+    """All calls of the cases here, of each method of the three wrappers."""
     stand_in = importlib.import_module("flashinfer")
+    latent_wrapper = getattr(importlib.import_module("flashinfer.mla"), LATENT_CLASS)
     calls: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
-    def record(name: str, method: str) -> None:
-        real = getattr(kind := getattr(stand_in, name), method)
+    def record(name: str, method: str, kind: Any) -> None:
+        real = getattr(kind, method)
 
         def call(self: Any, *unnamed: Any, **given: Any) -> Any:
             assert not unnamed, "each argument is named"
@@ -337,21 +487,21 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], lis
 
         monkeypatch.setattr(kind, method, call)
 
-    for name in CLASSES:
+    for name in list(CLASSES)[:2]:
         for method in ("__init__", "plan", "run", "reset_workspace_buffer"):
-            record(name, method)
-    attention._free_wrappers.cache_clear()
+            record(name, method, getattr(stand_in, name))
+    for method in ("__init__", "plan", "run"):
+        record(LATENT_CLASS, method, latent_wrapper)
+    plans.free_wrappers.cache_clear()
     for lengths in (DECODE, PREFILL):
         check_attention(attention, a_shape(window=20), lengths, 2.0, sinks=True)
-    case = Rows(*DECODE, a_shape())
-    rows = case.rows
-    captured = AttentionMetadata(
-        rows.shape, rows.page_table, rows.query_len, rows.kv_len, torch.tensor, pages_max=40
-    )
-    arguments = case.q, case.keys, case.values, captured, case.scale
-    attention.paged_attention(*arguments)
-    for plan in captured.planners:
-        plan(captured, rows)
+        check_planned_latents(latents, lengths=lengths)
+    for case in (Rows(*DECODE, a_shape()), Rows(*DECODE, a_latent_shape())):
+        captured = replace(case.rows, pages_max=40)
+        values = case.values if case.rows.shape.latent is None else case.keys
+        attention.paged_attention(case.q, case.keys, values, captured, case.scale)
+        for plan in captured.planners:
+            plan(captured, case.rows)
     return calls
 
 

@@ -172,8 +172,8 @@ same version are installed, and on Triton elsewhere; `--attention-backend flashi
 start there ([decision 80](decisions/0080-flashinfer-plans-a-step-on-the-host.md)). Nothing is
 compiled or downloaded while serving: the modules that a model needs are loaded when the worker
 starts, and one that is not among those that are built ahead of time is named in the refusal. So
-are other dtypes than {_names(flashinfer.DTYPES)}, compute capabilities before
-{_capability(flashinfer.SM_MIN)}, and latent attention. Deterministic inference runs on Triton. The
+are other dtypes than {_names(flashinfer.DTYPES)}, and compute capabilities before
+{_capability(flashinfer.SM_MIN)}. Deterministic inference runs on Triton. The
 images do not carry the modules.
 
 | compute capability | decodes | prefills | why |
@@ -182,9 +182,18 @@ images do not carry the modules.
 
 Windows, soft caps, sinks, a KV cache of float8_e4m3fn and pages of any size are supported; decode
 steps are captured like those of Triton, and planned on the host before each replay. Its kernels of
-sampling, experts, latent attention and products in fp8 and fp4 are not used. **No GPU was at
+sampling, experts and products in fp8 and fp4 are not used. **No GPU was at
 hand**: the calls are compared with the signatures of the pinned package, and tests compute what
 they mean.
+
+Latent attention of DeepSeek V2 and V3 and models of their shape runs on it, too, prefills and
+decodes in one wrapper, with the kernels that the table lists for prefills: latents of 512 numbers
+with 64 rotated ones beside them, for which modules are built, in pages that are read as they are,
+and numbers of heads on a rank that divide {flashinfer.LATENT_TILE}. A KV cache of 8 bits is
+refused with latents.
+On 10.0 and above `fa2` runs, which FlashInfer itself calls slow for latents there;
+`--attention-backend triton` is the other choice. Memory for its plans is left out of the KV cache:
+`plan_bytes` in the plan that is logged at start.
 
 ## Deterministic inference
 

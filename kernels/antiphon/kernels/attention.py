@@ -63,6 +63,9 @@ class KvShape:
     chunk: int | None = None
     # A query also attends to the tokens of its row after it, window - 1 or all.
     bidirectional: bool = False
+    # Of latents, which are keys and values: the elements that are values, before those that RoPE
+    # rotates.
+    latent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +311,7 @@ def paged_attention(
 
     With a soft cap, scores become softcap * tanh(score / softcap). sinks (G * H,) are a score in
     the softmax of every query of a head that takes probability and has no value. With either,
-    scores and softmax are float32.
+    scores and softmax are float32. Of latents a backend may leave out what is not a value.
 
     Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2 (sinks).
 

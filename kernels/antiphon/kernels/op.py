@@ -32,7 +32,8 @@ class AttentionFeatures:
     head_size: int
     window: bool = False
     softcap: bool = False
-    latent: bool = False  # pages of latents, which are keys and values
+    latent: int = 0  # of pages of latents, which are keys and values: the elements that are values
+    heads: int = 1  # of latents, the query heads on a rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -536,6 +537,22 @@ def check_latents(
         case.q, case.keys, case.keys, case.rows, case.scale, KvScales(1.0, 1.5)
     )
     close(got, expected)
+
+
+def check_planned_latents(
+    module: Module,
+    heads: int = 2,
+    sizes: tuple[int, int] = (16, 6),
+    lengths: tuple[Sequence[int], Sequence[int]] = RAGGED,
+    dtype: torch.dtype = torch.float32,
+    page_tokens: int = 5,
+) -> None:
+    """Of latents of these sizes, with what RoPE rotates beside them, the first part is values."""
+    shape = a_shape(1, heads, sum(sizes), page_tokens, dtype=dtype)
+    case = Rows(*lengths, replace(shape, latent=sizes[0]))
+    got = module.latent_attention(case.q, case.keys, case.rows, case.scale)
+    expected = paged_attention.reference(case.q, case.keys, case.keys, case.rows, case.scale)
+    close(got, expected[..., : sizes[0]])
 
 
 def check_texts(

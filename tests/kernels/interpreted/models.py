@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.kernels.edits import Edit
+from tests.kernels.edits import Edit, edited
 from tests.kernels.interpreted.drawn import SLOTS, DrawnDevice, DrawnStream
 from tests.models import families
 from tests.models.eagle3 import write_head
@@ -36,7 +35,7 @@ from tests.support.models import load, open_model
 from tests.support.worker import decode_plan, state
 
 from antiphon.config.load import load as settings_of
-from antiphon.kernels.flashinfer import attention as planned
+from antiphon.kernels.flashinfer import attention, latents, plans
 from antiphon.kernels.linear_int8 import linear_int8
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
@@ -61,6 +60,7 @@ from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
+    from types import ModuleType
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import CoreTotals, RequestState
@@ -232,10 +232,26 @@ def test_flashinfer_has_windows_soft_caps_and_sinks(family: str, tmp_path: Path)
     check_device(folder, (False, True), count=4, attention="flashinfer")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("flashinfer")
-def test_flashinfer_is_refused_for_a_model_that_it_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3 with halves rotated"])
+def test_flashinfer_attends_to_latents(family: str, tmp_path: Path) -> None:
+    """In turn, and with graphs, which have a wrapper each."""
+    folder = save(BY_NAME[family], tmp_path).folder
+    check_device(folder, (False, True), count=4, attention="flashinfer")
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_flashinfer_is_refused_for_a_model_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(BY_NAME["deepseek-v3"], tmp_path).folder
-    reason = r"attention\.paged: backend 'flashinfer' cannot run here: .* latent attention \(MLA\)"
+    modules = importlib.import_module("flashinfer.jit")
+    monkeypatch.setattr(modules, "MISSING_LATENTS", {("fa2", 16, 8)})
+    reason = (
+        r"attention\.paged: backend 'flashinfer' cannot run here: its module fa2 of latents of 16 "
+        "numbers and 8 rotated ones in float32: it is not in flashinfer-jit-cache"
+    )
     with pytest.raises(KernelUnavailable, match=reason):
         opened(folder, "interpreter", attention="flashinfer")
 
@@ -254,30 +270,54 @@ PLANNING_MUTANTS = [
 ]
 
 
+LATENT_PLANNING_MUTANTS = [
+    (
+        "_plan_rows(self.wrapper, params, rows)\n        rows.planners.append(self._plan_again)",
+        "_plan_rows(self.wrapper, params, rows)",
+    ),
+    (
+        "_plan_rows(self.wrapper, self._params, rows)",
+        "_plan_rows(_wrapper(self._params), self._params, rows)",
+    ),
+    ("on_host(pages.pages, device)", "rows.upload(pages.pages)"),
+]
+
+
+def found_in_graphs(
+    folder: Path, mutants: Sequence[tuple[str, str]], *modules: ModuleType
+) -> list[str]:
+    """Which edits of FlashInfer's modules change what a model generates, beside none at all."""
+    expected = outputs_of(opened(folder, "cpu"), overlap=False, count=2)
+    model, found = opened(folder, "interpreter"), list[str]()
+    nothing = "from __future__ import annotations\n\nimport weakref\n"
+    for old, new in ((nothing, nothing), *mutants):
+        with pytest.MonkeyPatch.context() as patch:
+            edited(old, new, *modules, attention, patch=patch)
+            try:
+                runner = replaying(folder, model, attention="flashinfer")
+                got = outputs_of(model, runner, overlap=True, count=2)
+            except (AssertionError, IndexError):
+                found.append(old)
+                continue
+            if [ids for ids, _ in got] != [ids for ids, _ in expected]:
+                found.append(old)
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("flashinfer")
-def test_plans_that_are_old_or_not_copied_yet_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_that_are_old_or_not_copied_yet_are_found(tmp_path: Path) -> None:
     folder = write_llama(tmp_path, {"num_hidden_layers": 1})
-    expected = outputs_of(opened(folder, "cpu"), overlap=False, count=2)
-    model, source = opened(folder, "interpreter"), Path(planned.__file__).read_text()
-    found: list[str] = []
-    for old, new in (("", ""), *PLANNING_MUTANTS):
-        assert old in source, "the mutant no longer applies"
-        mutant = ModuleType("mutant")
-        monkeypatch.setitem(sys.modules, "mutant", mutant)  # where a dataclass looks
-        exec(source.replace(old, new) if old else source, vars(mutant))
-        monkeypatch.setattr(planned, "paged_attention", mutant.paged_attention)
-        runner = replaying(folder, model, attention="flashinfer")
-        try:
-            got = outputs_of(model, runner, overlap=True, count=2)
-        except (AssertionError, IndexError):
-            found.append(old)
-            continue
-        if [ids for ids, _ in got] != [ids for ids, _ in expected]:
-            found.append(old)
+    found = found_in_graphs(folder, PLANNING_MUTANTS, plans)
     assert found == [old for old, _ in PLANNING_MUTANTS]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flashinfer")
+def test_plans_of_latents_that_are_old_or_read_too_early_are_found(tmp_path: Path) -> None:
+    folder = save(BY_NAME["deepseek-v3"], tmp_path).folder
+    found = found_in_graphs(folder, LATENT_PLANNING_MUTANTS, plans, latents)
+    assert found == [old for old, _ in LATENT_PLANNING_MUTANTS]
 
 
 def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:

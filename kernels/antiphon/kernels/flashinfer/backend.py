@@ -31,6 +31,8 @@ SM_MIN = 80
 FA3_SM = 90
 """The only compute capability that has the instructions of its FlashAttention-3 kernels."""
 DTYPES = (torch.float16, torch.bfloat16)
+LATENT_TILE = 128
+"""Queries of a tile of latent attention, all heads of a token behind each other."""
 NO_POSITIONS = 0
 """RoPE is applied before keys are cached."""
 
@@ -70,8 +72,13 @@ def _unsupported_reason(device: DeviceCapability) -> str | None:
             return f"its kernels are not written for sm_{device.sm}"
         if device.dtype not in DTYPES:
             return f"it does not compute in {str(device.dtype).removeprefix('torch.')}"
-    if any(features.latent for features in device.attention):
-        return "its kernels of latent attention (MLA) are not used"
+    for latents in (features for features in device.attention if features.latent):
+        if device.cache_dtype is not None:
+            return "its kernels of latent attention (MLA) are not built for a KV cache of 8 bits"
+        # Where a tile ends between the heads of a token, a prefill may lose a key, and is refused.
+        if LATENT_TILE % latents.heads:
+            divide = f"numbers of heads that divide {LATENT_TILE}, and not {latents.heads}"
+            return f"its kernels of latent attention (MLA) take {divide}"
     if importlib.util.find_spec(PACKAGE) is None:
         return "flashinfer-python is not installed"
     if importlib.util.find_spec(MODULES.replace("-", "_")) is None:
@@ -85,17 +92,21 @@ def _missing_modules(device: DeviceCapability) -> Iterator[str]:
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     try:  # it raises if its modules are of another version
         load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
-        missing = importlib.import_module(f"{PACKAGE}.jit").MissingJITCacheError
+        jit = importlib.import_module(f"{PACKAGE}.jit")
+        latents, missing = jit.gen_batch_mla_module, jit.MissingJITCacheError
     except UNUSABLE as error:
         yield f"it cannot be imported: {error}"
         return
     cache_dtype = device.cache_dtype or device.dtype
-    every = dict.fromkeys(("fa2", prefill_kernels(device.sm, device.dtype, cache_dtype)))
+    chosen = prefill_kernels(device.sm, device.dtype, cache_dtype)
     for features in device.attention:
-        for kernels in every:
-            arguments = module_arguments(features, device.dtype, cache_dtype)
+        arguments = module_arguments(features, device.dtype, cache_dtype)
+        for kernels in (chosen,) if features.latent else dict.fromkeys(("fa2", chosen)):
             try:
-                load(kernels, *arguments.values())
+                if features.latent:
+                    latents(kernels, *arguments.values()).build_and_load()
+                else:
+                    load(kernels, *arguments.values())
             except UNUSABLE as error:
                 lacks = f"it is not in {MODULES}" if isinstance(error, missing) else str(error)
                 yield f"its module {_module_name(kernels, arguments)}: {lacks}"
@@ -105,11 +116,21 @@ def module_arguments(
     features: AttentionFeatures, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> dict[str, object]:
     """What a module is compiled for, in the order in which FlashInfer names it."""
-    return {
+    dtypes: dict[str, object] = {
         "dtype_q": dtype,
         "dtype_kv": cache_dtype,
         "dtype_o": dtype,
         "dtype_idx": torch.int32,
+    }
+    if features.latent:
+        return {
+            **dtypes,
+            "head_dim_ckv": features.latent,
+            "head_dim_kpe": features.head_size - features.latent,
+            "use_profiler": False,
+        }
+    return {
+        **dtypes,
         "head_dim_qk": features.head_size,
         "head_dim_vo": features.head_size,
         "pos_encoding_mode": NO_POSITIONS,
@@ -124,6 +145,9 @@ def _module_name(kernels: Kernels, arguments: dict[str, object]) -> str:
     query, cached = (
         str(arguments[name]).removeprefix("torch.") for name in ("dtype_q", "dtype_kv")
     )
+    if "head_dim_ckv" in arguments:
+        latent, rotated = arguments["head_dim_ckv"], arguments["head_dim_kpe"]
+        return f"{kernels} of latents of {latent} numbers and {rotated} rotated ones in {query}"
     words = [f"{kernels} of {arguments['head_dim_qk']} numbers a head in {query}"]
     if cached != query:
         words.append(f"cached in {cached}")

@@ -132,6 +132,7 @@ def kv_shape(
         dtype=model.build.dtype,
         window=None if chunked else group.window,
         chunk=group.window if chunked else None,
+        latent=cache.latent if isinstance(cache, LatentSizes) else None,
     )
 
 

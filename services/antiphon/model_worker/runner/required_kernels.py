@@ -51,14 +51,15 @@ def capability_of(build: BuildContext, spec: ModelSpec) -> DeviceCapability:
     if build.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(build.device)
         sm = 10 * major + minor
-    attention = tuple(dict.fromkeys(_attention_of(spec)))
+    attention = tuple(dict.fromkeys(_attention_of(spec, build.of_mixers.tp.ranks)))
     return DeviceCapability(build.device_kind, build.dtype, sm, build.cache_dtype, attention)
 
 
-def _attention_of(spec: ModelSpec) -> Iterator[AttentionFeatures]:
+def _attention_of(spec: ModelSpec, ranks: int) -> Iterator[AttentionFeatures]:
     for mixer in (mixer for layer in spec.layers for mixer in layer.mixers):
         if isinstance(mixer, LatentSpec):
-            yield AttentionFeatures(mixer.cache.head_size, latent=True)
+            cache, heads = mixer.cache, mixer.query_heads // ranks
+            yield AttentionFeatures(cache.head_size, latent=cache.latent, heads=heads)
         elif isinstance(mixer, AttentionSpec) and mixer.causal:
             window = mixer.window is not None and not mixer.chunked
             yield AttentionFeatures(mixer.head_size, window, mixer.softcap is not None)

@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("flashinfer_stand_in", "DEF")
 
 
 class _Wrapper:
-    """What both wrappers have in common."""
+    """What both wrappers of pages have in common."""
 
     def __init__(self, workspace: Tensor, kv_layout: str, memory: list[Tensor] | None) -> None:
         assert workspace.dtype == torch.uint8
@@ -148,8 +148,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         sm_scale: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        facts, starts = dict(locals()), _ints(indptr)
-        self._plan(np.arange(len(starts)), starts, indices, _ints(last_page_len), facts)
+        facts, starts = dict(locals()), ints(indptr)
+        self._plan(np.arange(len(starts)), starts, indices, ints(last_page_len), facts)
 
     def run(
         self,
@@ -197,8 +197,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         facts = {**locals(), "head_dim": head_dim_qk}
         assert head_dim_vo in (None, head_dim_qk)
-        offsets, last_tokens = _ints(qo_indptr), _ints(paged_kv_last_page_len)
-        self._plan(offsets, _ints(paged_kv_indptr), paged_kv_indices, last_tokens, facts)
+        offsets, last_tokens = ints(qo_indptr), ints(paged_kv_last_page_len)
+        self._plan(offsets, ints(paged_kv_indptr), paged_kv_indices, last_tokens, facts)
         self._tokens = int(offsets[-1])
 
     def run(
@@ -216,7 +216,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self._run(*given, return_lse=return_lse, causal=self._facts["causal"])
 
 
-def _ints(tensor: Tensor) -> Any:
+def ints(tensor: Tensor) -> Any:
     """Read a tensor of the host while a step is launched, as FlashInfer does."""
     with torch._C.DisableTorchFunction():
         values = tensor.numpy()
@@ -262,7 +262,7 @@ def _attend(
         scores = scores.masked_fill(~seen[:, None, None], -math.inf)
         v[~seen.any(dim=0)] = 0  # of which nothing is known
         mixed = torch.einsum("thgn,nhd->thgd", scores.softmax(dim=-1), v)
-        out[tokens] = mixed.reshape(count, heads, size).to(out.dtype)
+        out[tokens] = mixed.flatten(1, 2).to(out.dtype)
         lse[tokens] = scores.logsumexp(dim=-1).reshape(count, heads) / math.log(2)
 
 

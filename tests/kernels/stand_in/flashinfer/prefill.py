@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 from flashinfer.jit import MissingJITCacheError
 
 MISSING: set[tuple[object, ...]] = set()
@@ -12,8 +10,6 @@ LOADED: list[tuple[object, ...]] = []
 def get_batch_prefill_module(backend: str, *args: object) -> object:
     head_size = args[4]
     if (backend, head_size) in MISSING:
-        if not os.getenv("FLASHINFER_DISABLE_JIT"):
-            raise AssertionError("it would be compiled, which takes minutes")
-        raise MissingJITCacheError("it is not found in the JIT cache")
+        raise MissingJITCacheError.raised()
     LOADED.append((backend, *args))
     return object()
