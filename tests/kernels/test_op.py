@@ -8,10 +8,14 @@ import torch
 from antiphon.kernels import op
 from antiphon.kernels.cpu import extension, ops
 from antiphon.kernels.cpu.extension import huge_zeros
+from antiphon.kernels.flashinfer import plans
 from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
 from antiphon.kernels.ops import select
 from antiphon.kernels.triton import backend
+from antiphon.model_worker.startup import gpu
 from antiphon.model_worker.startup.gpu import gpu_numerics
+from antiphon.model_worker.startup.host_device import host_device
+from antiphon.resolve.device import PlanMemory
 
 CPU = DeviceCapability("cpu")
 GPU = DeviceCapability("cuda")
@@ -126,6 +130,17 @@ def test_the_numerics_of_a_device_name_the_sources_of_its_kernels(
     assert gpu_numerics("interpreter") == before
     (tmp_path / "attention.py").write_text("# another order of sums\n")
     assert gpu_numerics("interpreter") != before
+
+
+def test_memory_of_flashinfer_is_that_of_a_device_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "modules_version", lambda: None)
+    assert host_device("interpreter").plan_memory is None
+    monkeypatch.setattr(gpu, "modules_version", lambda: "0.7.4")
+    taken = PlanMemory(plans.STEP_BYTES, plans.WRAPPER_BYTES)
+    assert host_device("interpreter").plan_memory == taken
+    assert plans.STEP_BYTES > plans.workspace(torch.device("meta")).nbytes == 128 * MIB
 
 
 def test_what_an_import_asks_a_module_for_needs_no_extension(

@@ -17,8 +17,17 @@ INTERPRETER = "interpreter"
 """The kind of the device for developing: GPU kernels in Triton's interpreter, on the CPU."""
 
 
+class PlanMemory(msgspec.Struct, frozen=True):
+    """Bytes of a GPU for a backend of attention that plans steps on the host."""
+
+    steps: int
+    """For parts of rows, and for plans of steps that are launched one by one."""
+    latent_graph: int
+    """Of each captured step of a model with latent attention."""
+
+
 class HostDevice(msgspec.Struct, frozen=True):
-    """Where a model runs; only the worker sets the last four fields."""
+    """Where a model runs; only the worker sets the last five fields."""
 
     kind: str
     """cpu, cuda or interpreter."""
@@ -33,6 +42,8 @@ class HostDevice(msgspec.Struct, frozen=True):
     """Why weights do not stay in fp8 here; None if they do."""
     lacking_int8: str | None = None
     """Why activations are not rounded to int8 here; None if they are where a checkpoint says so."""
+    plan_memory: PlanMemory | None = None
+    """Of FlashInfer, where its kernels may attend; None: they do not."""
 
 
 def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:

@@ -55,6 +55,8 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Logits of the maximum number of rows that sample a token in one step."""
     scored: int
     """Logits of the prompt tokens whose logprobs are computed at a time."""
+    plans: int = 0
+    """Workspace and plans of a backend of attention that plans steps on the host."""
     media: int = 0
     """Embeddings of images that requests wait for or are prefilled with; none in a GPU's memory."""
     gpu: bool = False
@@ -63,14 +65,15 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rest(self) -> int:
         """Memory left for the cache; negative if there is too little for a single step."""
-        taken = self.weights + self.activations + self.logits + self.scored + self.media
-        return self.free - taken
+        taken = self.weights + self.activations + self.logits + self.scored
+        return self.free - taken - self.plans - self.media
 
     def __str__(self) -> str:
         return (
             f"{gib(self.free)} free, weights {gib(self.weights)}, "
             f"activations {gib(self.activations)}, logits {gib(self.logits)}, "
             f"prompt logits {gib(self.scored)}"
+            + (f", plans of attention {gib(self.plans)}" if self.plans else "")
             + (f", embeddings of images {gib(self.media)}" if self.media else "")
         )
 
@@ -397,6 +400,7 @@ def memory_budget(
     step_tokens: int,
     draft: ResolvedDraft | None = None,
     *,
+    plans: int = 0,
     gpu: bool = False,
 ) -> MemoryBudget:
     """Divide the free memory; a draft model has weights and activations of its own.
@@ -413,6 +417,7 @@ def memory_budget(
         activations=activations,
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
         scored=logits_bytes(card, min(step_tokens, prompt_logits_rows(card.vocabulary_size))),
+        plans=plans,
         gpu=gpu,
     )
     if memory.weights > memory.free:
@@ -420,6 +425,26 @@ def memory_budget(
         cause = "" if limit is None else f"; model.memory_bytes = {limit} limits this worker"
         raise ConfigError(f"not enough memory for the weights: {memory}{cause}")
     return memory
+
+
+NO_PLANS = ResolvedValue(0, "no backend of attention plans steps on the host")
+PLANNING = "attention.paged:flashinfer"
+"""The backend that does, and its operation, as settings name them."""
+
+
+def plan_bytes(
+    card: ModelCard, device: HostDevice, backends: tuple[str, ...], graphs: int
+) -> ResolvedValue[int]:
+    """Memory of a backend that plans steps on the host, if it may attend, with so many graphs."""
+    memory, attention = device.plan_memory, PLANNING.partition(":")[0]
+    named = [each for each in backends if each.startswith(f"{attention}:")]
+    if memory is None or named not in ([], [PLANNING]):
+        return NO_PLANS
+    reason = "workspace and plans of FlashInfer, which attends if it has the modules"
+    if card.latent is None or not graphs:
+        return ResolvedValue(memory.steps, reason)
+    whole = memory.steps + graphs * memory.latent_graph
+    return ResolvedValue(whole, f"{reason}; of {graphs} graphs {gib(whole - memory.steps)}")
 
 
 PAGE_TOKENS = 64

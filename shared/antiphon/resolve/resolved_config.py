@@ -22,6 +22,7 @@ from antiphon.resolve.draft import (
 from antiphon.resolve.graphs import NO_GRAPHS, resolve_decode_graphs, resolve_prefill_graphs
 from antiphon.resolve.memory import (
     BIDIRECTIONAL,
+    NO_PLANS,
     activation_bytes,
     cache_pages,
     cross_requests,
@@ -29,6 +30,7 @@ from antiphon.resolve.memory import (
     memory_budget,
     page_bytes,
     page_tokens_of,
+    plan_bytes,
     pool_bytes,
     resolve_weight_storage,
     state_count,
@@ -129,6 +131,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
     prefill_graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
+    plan_bytes: ResolvedValue[int] = NO_PLANS
     backends: ResolvedValue[tuple[str, ...]] = ANY_BACKENDS
 
     @property
@@ -205,6 +208,8 @@ def resolve(
     step = resolve_step_tokens(settings, context.value, whole=whole.value)
     drawing = min(settings.batching.running_max, step.value)
     beside = _draft(settings, card, device, draft, step.value)
+    captured = resolve_decode_graphs(settings, device, pooling, settings.batching.running_max)
+    plans = plan_bytes(card, device, backends.value, len(captured.value))
     memory = memory_budget(
         settings,
         card,
@@ -213,6 +218,7 @@ def resolve(
         kept.bytes.value,
         step.value,
         beside.value,
+        plans=plans.value,
         gpu=device.kind == "cuda",
     )
     media = media_bytes(settings, memory, sees=sees)
@@ -299,6 +305,7 @@ def resolve(
         stages=resolve_stages(settings, device),
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
+        plan_bytes=plans,
         graph_sizes=resolve_decode_graphs(settings, device, pooling, running.value),
         prefill_graph_sizes=resolve_prefill_graphs(settings, device, step.value),
         backends=backends,

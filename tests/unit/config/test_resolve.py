@@ -12,12 +12,12 @@ from antiphon.config.cluster import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
-from antiphon.model_card.card import ModelCard, RecurrentStates, Weights
+from antiphon.model_card.card import LatentCard, ModelCard, RecurrentStates, Weights
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.layer_heads import LayerHeads
 from antiphon.model_card.pooling import Pooling, PoolMode
-from antiphon.resolve.device import HostDevice, detect_device
-from antiphon.resolve.memory import PROMPT_LOGITS_BYTES_MAX
+from antiphon.resolve.device import HostDevice, PlanMemory, detect_device
+from antiphon.resolve.memory import NO_PLANS, PROMPT_LOGITS_BYTES_MAX
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.wire.sampling import SamplingDefaults
@@ -252,6 +252,35 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
     assert static.cache_bytes.value == 40 * GIB - plan.weight_bytes.value
     with pytest.raises(ConfigError, match=r"static\): its pool of 79.00 GiB exceeds"):
         decide(device, cache__static_ratio="1", **said)
+
+
+def test_workspaces_of_attention_are_counted_beside_the_pool() -> None:
+    """Those of FlashInfer, unless the settings name another backend."""
+    without = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    device = replace(without, plan_memory=PlanMemory(3 * GIB, GIB // 8))
+    said = {"model__device": "cuda", "batching__running_max": "1000000000"}
+    reason = "workspace and plans of FlashInfer, which attends if it has the modules"
+    none, plan = decide(without, **said), decide(device, **said)
+    assert (none.plan_bytes, plan.plan_bytes) == (NO_PLANS, ResolvedValue(3 * GIB, reason))
+    less = none.cache_pages.value - plan.cache_pages.value
+    assert less == pytest.approx(0.9 * 3 * GIB / PAGE_BYTES, abs=1)
+    assert ", plans of attention 3.00 GiB" in plan.cache_pages.reason
+    assert "plans of attention" not in none.cache_pages.reason
+    named = decide(device, model__attention_backend="flashinfer", **said)
+    assert named.cache_pages == plan.cache_pages
+    triton = decide(device, model__attention_backend="triton", **said)
+    assert (triton.plan_bytes, triton.cache_pages) == (NO_PLANS, none.cache_pages)
+
+
+def test_each_graph_with_latent_attention_has_a_plan_of_its_own() -> None:
+    device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    device = replace(device, plan_memory=PlanMemory(3 * GIB, GIB // 8))
+    latent = LatentCard(latent=16, content=8, position=8, value=8, query=None)
+    card, said = replace(CARD, latent=latent), {"model__device": "cuda"}
+    plan = decide(device, card, batching__graph_sizes="1 2 4 8", **said)
+    assert plan.plan_bytes.value == 3 * GIB + GIB // 2
+    assert plan.plan_bytes.reason.endswith("; of 4 graphs 0.50 GiB")
+    assert decide(device, card, batching__graphs="0", **said).plan_bytes.value == 3 * GIB
 
 
 def test_what_runs_on_the_cpu_only_is_refused_by_its_setting() -> None:

@@ -7,11 +7,12 @@ from importlib.metadata import version
 import torch
 
 from antiphon.kernels.flashinfer.backend import modules_version
+from antiphon.kernels.flashinfer.plans import STEP_BYTES, WRAPPER_BYTES
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.linear_int8 import linear_int8
 from antiphon.kernels.op import DeviceCapability, Op
 from antiphon.kernels.triton.backend import version as kernels_version
-from antiphon.resolve.device import INTERPRETER
+from antiphon.resolve.device import INTERPRETER, PlanMemory
 from antiphon.service.startup import CannotStart
 
 
@@ -60,6 +61,11 @@ def lacking_fp8(name: str) -> str | None:
 def lacking_int8(name: str) -> str | None:
     """The same of the kernel that multiplies int8."""
     return _lacking(linear_int8, name)
+
+
+def plan_memory() -> PlanMemory | None:
+    """What FlashInfer takes of a GPU's memory where it attends; None: it is not installed."""
+    return None if modules_version() is None else PlanMemory(STEP_BYTES, WRAPPER_BYTES)
 
 
 def _lacking(op: Op[..., object], name: str) -> str | None:

@@ -41,6 +41,7 @@ def host_device(name: str = "cpu", ranks: int = 1) -> HostDevice:
         gpu_numerics,
         lacking_fp8,
         lacking_int8,
+        plan_memory,
     )
 
     memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name, ranks)
@@ -52,4 +53,5 @@ def host_device(name: str = "cpu", ranks: int = 1) -> HostDevice:
         arithmetic=gpu_numerics(name),
         lacking_fp8=lacking_fp8(name),
         lacking_int8=lacking_int8(name),
+        plan_memory=plan_memory(),
     )
