@@ -317,23 +317,23 @@ GPU = partial(DeviceCapability, "cuda", torch.bfloat16)
         (
             GPU(90, None, (LATENT, AttentionFeatures(288, latent=256))),
             "its module fa3 of latents of 256 numbers and 32 rotated ones in bfloat16: it is not "
-            "in flashinfer-jit-cache",
+            "built ahead of time",
         ),
         (GPU(90, None, (PLAIN,)), None),
         (GPU(100, E4M3, (AttentionFeatures(64, window=True, softcap=True),)), None),
         (
             GPU(80, None, (PLAIN, AttentionFeatures(80))),
-            "its module fa2 of 80 numbers a head in bfloat16: it is not in flashinfer-jit-cache",
+            "its module fa2 of 80 numbers a head in bfloat16: it is not built ahead of time",
         ),
         (
             GPU(90, None, (AttentionFeatures(96, window=True, softcap=True),)),
             "its module fa3 of 96 numbers a head in bfloat16, with a window, with a soft cap: it "
-            "is not in flashinfer-jit-cache",
+            "is not built ahead of time",
         ),
         (
             GPU(89, E4M3, (AttentionFeatures(80),)),
             "its module fa2 of 80 numbers a head in bfloat16, cached in float8_e4m3fn: it is not "
-            "in flashinfer-jit-cache",
+            "built ahead of time",
         ),
         (GPU(90, E4M3, (AttentionFeatures(96),)), None),
     ],
@@ -376,7 +376,7 @@ def test_latents_have_one_module_for_prefills_and_decodes(monkeypatch: pytest.Mo
     ("package", "reason"),
     [
         ("flashinfer", "flashinfer-python is not installed"),
-        ("flashinfer_jit_cache", "its modules are not built ahead of time: flashinfer-jit-cache"),
+        ("flashinfer_jit_cache", "its modules are not built ahead of time"),
     ],
 )
 def test_triton_runs_where_flashinfer_or_its_modules_are_not_installed(
@@ -459,6 +459,8 @@ def test_every_call_binds_to_the_signature_of_the_pinned_package(
     assert {"MissingJITCacheError", "gen_batch_mla_module"} <= exported
     assert "from ._core import *" in (sources / "mla" / "__init__.py").read_text()
     assert {LATENT_CLASS, METADATA} <= imported_by(sources / "mla" / "_core.py")
+    env = (sources / "jit" / "env.py").read_text()
+    assert 'FLASHINFER_AOT_DIR: pathlib.Path = _package_root / "data" / "aot"' in env
     read = (sources / "jit" / "core.py").read_text()
     assert 'os.environ.get("FLASHINFER_DISABLE_JIT")' in read
 

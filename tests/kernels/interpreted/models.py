@@ -250,7 +250,7 @@ def test_flashinfer_is_refused_for_a_model_that_it_lacks(
     monkeypatch.setattr(modules, "MISSING_LATENTS", {("fa2", 16, 8)})
     reason = (
         r"attention\.paged: backend 'flashinfer' cannot run here: its module fa2 of latents of 16 "
-        "numbers and 8 rotated ones in float32: it is not in flashinfer-jit-cache"
+        "numbers and 8 rotated ones in float32: it is not built ahead of time"
     )
     with pytest.raises(KernelUnavailable, match=reason):
         opened(folder, "interpreter", attention="flashinfer")

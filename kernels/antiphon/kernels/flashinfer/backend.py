@@ -11,7 +11,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,13 +21,15 @@ from antiphon.kernels.op import Backend
 from antiphon.kernels.triton.backend import INTERPRETER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from antiphon.kernels.op import AttentionFeatures, DeviceCapability
 
 PACKAGE = "flashinfer"
+DISABLE_JIT = "FLASHINFER_DISABLE_JIT"
+"""FlashInfer reads it whenever a module is loaded: what is missing raises and is not compiled."""
 MODULES = "flashinfer-jit-cache"
-"""The package of modules that are built ahead of time."""
+"""A package of modules that are built ahead of time; `build` adds others to FlashInfer's own."""
 SM_MIN = 80
 """The first compute capability that has the asynchronous copies of its kernels."""
 FA3_SM = 90
@@ -52,11 +56,19 @@ def flashinfer(target: str) -> Backend:
 
 
 def modules_version() -> str | None:
-    """The version of the modules that are built ahead of time; None: they are not installed."""
+    """The version of the modules that are built ahead of time; None: there are none."""
+    package = f"{PACKAGE}-python" if _are_in_package() else MODULES
     try:
-        return importlib.metadata.version(MODULES)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _are_in_package() -> bool:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return False
+    return any(Path(spec.origin).parent.glob("data/aot/*/*.so"))
 
 
 def prefill_kernels(sm: int | None, dtype: torch.dtype, cache_dtype: torch.dtype) -> Kernels:
@@ -81,35 +93,47 @@ def _unsupported_reason(device: DeviceCapability) -> str | None:
             return f"its kernels of latent attention (MLA) take {divide}"
     if importlib.util.find_spec(PACKAGE) is None:
         return "flashinfer-python is not installed"
-    if importlib.util.find_spec(MODULES.replace("-", "_")) is None:
-        return f"its modules are not built ahead of time: {MODULES} is not installed"
+    if importlib.util.find_spec(MODULES.replace("-", "_")) is None and not _are_in_package():
+        return "its modules are not built ahead of time"
     return next(_missing_modules(device), None)
 
 
 def _missing_modules(device: DeviceCapability) -> Iterator[str]:
     """Load the modules that the model needs  ->  of each that does not load, why."""
-    # FlashInfer reads it whenever a module is loaded: what is missing raises and is not compiled.
-    os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    os.environ[DISABLE_JIT] = "1"
     try:  # it raises if its modules are of another version
-        load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
-        jit = importlib.import_module(f"{PACKAGE}.jit")
-        latents, missing = jit.gen_batch_mla_module, jit.MissingJITCacheError
+        missing = importlib.import_module(f"{PACKAGE}.jit").MissingJITCacheError
+        loaders = [*module_loaders(device)]
     except UNUSABLE as error:
         yield f"it cannot be imported: {error}"
         return
+    for name, load in loaders:
+        try:
+            load()
+        except UNUSABLE as error:
+            lacks = "it is not built ahead of time" if isinstance(error, missing) else str(error)
+            yield f"its module {name}: {lacks}"
+
+
+def module_loaders(device: DeviceCapability) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each module that the model needs: a name for people, and what loads it.
+
+    What is not built is compiled, unless `DISABLE_JIT` is set: that raises.
+    """
+    load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
+    latents = importlib.import_module(f"{PACKAGE}.jit").gen_batch_mla_module
     cache_dtype = device.cache_dtype or device.dtype
     chosen = prefill_kernels(device.sm, device.dtype, cache_dtype)
     for features in device.attention:
         arguments = module_arguments(features, device.dtype, cache_dtype)
         for kernels in (chosen,) if features.latent else dict.fromkeys(("fa2", chosen)):
-            try:
-                if features.latent:
-                    latents(kernels, *arguments.values()).build_and_load()
-                else:
-                    load(kernels, *arguments.values())
-            except UNUSABLE as error:
-                lacks = f"it is not in {MODULES}" if isinstance(error, missing) else str(error)
-                yield f"its module {_module_name(kernels, arguments)}: {lacks}"
+            values = kernels, *arguments.values()
+            loads = partial(_load, latents, *values) if features.latent else partial(load, *values)
+            yield _module_name(kernels, arguments), loads
+
+
+def _load(described: Callable[..., Any], *arguments: object) -> object:
+    return described(*arguments).build_and_load()
 
 
 def module_arguments(
