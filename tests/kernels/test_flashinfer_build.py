@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from antiphon.kernels.attention import paged_attention
 from antiphon.kernels.flashinfer import backend, build
 from antiphon.kernels.op import AttentionFeatures, DeviceCapability
 
+ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -126,3 +131,63 @@ def test_modules_of_the_package_itself_are_found(
     assert backend.modules_version() == "flashinfer-python 1"
     refused = dict(paged_attention.select(gpu).refused)
     assert refused["flashinfer"].startswith("it cannot be imported")
+
+
+PACKAGES = (
+    "flashinfer-python>=0.7.4,<0.8",
+    *("apache-tvm-ffi>=0.1.12,<0.2", "einops", "ninja", "nvidia-ml-py", "tabulate"),
+    *("cuda-python", "cuda-bindings", "cuda-pathfinder"),
+    *("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-nvvm"),
+    *("nvidia-cuda-cccl", "nvidia-curand"),
+)
+"""What the build takes beside torch, which comes with the last two where it is the CUDA one."""
+ONE_MODULE = """
+import torch
+from antiphon.kernels.attention import paged_attention
+from antiphon.kernels.flashinfer import build
+from antiphon.kernels.op import AttentionFeatures, DeviceCapability
+
+device = DeviceCapability("cuda", torch.bfloat16, 100, None, (AttentionFeatures(64),))
+build.devices = lambda *_: [device]
+status = build.main()
+print(paged_attention.select(device).backend)
+raise SystemExit(status)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_a_module_is_compiled_without_a_gpu(tmp_path: Path) -> None:
+    """As in the image, and loaded; one of heads of 64 numbers. It takes minutes of a core."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    subprocess.run([*pip, *PACKAGES], check=True)
+    paths = [str(ROOT / part) for part in ("services", "shared", "kernels")]
+    ran = subprocess.run(
+        [str(python), "-c", ONE_MODULE],
+        env={
+            "PATH": f"{environment / 'bin'}:{os.defpath}",
+            "PYTHONPATH": ":".join(paths),
+            "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    built, chosen = ran.stdout.split()
+    assert chosen == "flashinfer"
+    module = Path(built)
+    assert module.is_relative_to(site / "flashinfer" / "data" / "aot")
+    tools = Path(str(importlib.util.find_spec("triton").origin)).parent / "backends/nvidia/bin"
+    listed = subprocess.run(
+        [str(tools / "cuobjdump"), "--list-elf", str(module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {"sm_90a", "sm_100a"} <= set(re.findall(r"sm_\w+", listed.stdout))
