@@ -3,7 +3,7 @@
 A worker's own code runs requests on tensors that have shapes and no data: what is recorded is what
 a GPU would have to compile. Models are in bfloat16, as they are served, with the settings of a
 worker at their defaults; and once more with weights and a KV cache of 8 bits, and with
-deterministic inference. Latents are cached in bfloat16, and are not deterministic.
+deterministic inference, which there is not with latents.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def _ways(sizes: Sizes) -> list[dict[str, Any]]:
     if not sizes.latent:
         ways.append({"deterministic": True})
     if sizes.fp8 is not None:
-        cache_dtype = None if sizes.latent else torch.float8_e4m3fn
-        ways.append({"cache_dtype": cache_dtype, "quantization": _quantization(sizes.fp8)})
+        narrow = {"cache_dtype": torch.float8_e4m3fn, "quantization": _quantization(sizes.fp8)}
+        ways.append(narrow)
     if sizes.grouped is not None:
         ways.append(in_groups(sizes.grouped))
     return ways
@@ -251,12 +251,14 @@ def _call_experts_of_rank(ops: Ops) -> None:
 
 def _call_latent(ops: Ops) -> None:
     """DeepSeek-V3's attention with all heads, as attention groups have it."""
-    shape, pages = KvShape(PAGE_TOKENS, 1, 128, 576, torch.bfloat16), empty(PAGES, 1, 64, 576)
-    for tokens, keys in ((1, 300), (1, 4000), (1, 17000), (500, 2000)):
+    shape, size = KvShape(PAGE_TOKENS, 1, 128, 576, torch.bfloat16), (PAGES, 1, 64, 576)
+    rows = ((1, 300), (1, 4000), (1, 17000), (500, 2000))
+    for (tokens, keys), kind in product(rows, (torch.bfloat16, torch.float8_e4m3fn)):
+        pages = empty(*size, dtype=kind)
         table = np.zeros((1, -(-keys // PAGE_TOKENS)), np.int32)
         lengths = np.array([tokens], np.int32), np.array([keys], np.int32)
-        rows = AttentionMetadata(shape, table, *lengths, uploaded)
-        ops.paged_attention(empty(tokens, 128, 576), pages, pages, rows, 0.1)
+        metadata = AttentionMetadata(shape, table, *lengths, uploaded)
+        ops.paged_attention(empty(tokens, 128, 576), pages, pages, metadata, 0.1)
 
 
 DELTA_NET = {"kind": "gated_delta", "key_heads": 16, "heads": 32, "rows": 128, "columns": 128}

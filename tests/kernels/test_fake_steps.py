@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from tests.kernels.dry_run import SAMPLED, loop_of, request
 from tests.kernels.edits import Edit
 from tests.kernels.fake_gpu import GPU, fake_gpu
@@ -31,6 +32,7 @@ EMBEDDED: Mapping[str, Any] = json.loads(
 CONFIGS = [
     pytest.param(EMBEDDED, id="embedded"),
     pytest.param(MODELS["Qwen3-30B-A3B"].config(2), id="experts"),
+    pytest.param(MODELS["DeepSeek-V3"].config(2), id="latents", marks=pytest.mark.long),
 ]
 GRAPH_SIZES, PREFILL_SIZES = (1, 4), (32, 80)
 NEW_TOKENS = 6
@@ -50,7 +52,7 @@ class SomeDrafts:
         pass
 
 
-def run_steps(config: Mapping[str, Any]) -> None:
+def run_steps(config: Mapping[str, Any], cache_dtype: torch.dtype | None = None) -> None:
     """Prefills, decodes with graphs and without, drafts that are verified, and pages copied.
 
     Raises:
@@ -60,7 +62,13 @@ def run_steps(config: Mapping[str, Any]) -> None:
     with fake_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRunner, "_forget", lambda _, launched: failed.append(launched.error))
         model = open_without_data(
-            config, page_tokens=64, pages=100, rows=8, positions=512, device=GPU
+            config,
+            page_tokens=64,
+            pages=100,
+            rows=8,
+            positions=512,
+            cache_dtype=cache_dtype,
+            device=GPU,
         )
         runner = model.runner
         assert isinstance(runner, DeviceRunner)
@@ -89,6 +97,12 @@ def check(loop: ModelLoop, failed: list[Exception | None]) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_steps_stay_on_the_device(config: Mapping[str, Any]) -> None:
     run_steps(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3"])
+def test_steps_with_a_cache_of_8_bits_stay_on_the_device(name: str) -> None:
+    run_steps(MODELS[name].config(2), torch.float8_e4m3fn)
 
 
 MUTANTS = {

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from antiphon.kernels import op
+from antiphon.kernels.attention import paged_attention
 from antiphon.kernels.cpu import extension, ops
 from antiphon.kernels.cpu.extension import huge_zeros
 from antiphon.kernels.flashinfer import plans
-from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
+from antiphon.kernels.latent import store_latents
+from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, Op, kernel, table
 from antiphon.kernels.ops import select
+from antiphon.kernels.rotary import qk_norm_rope_store
 from antiphon.kernels.triton import backend
 from antiphon.model_worker.startup import gpu
 from antiphon.model_worker.startup.gpu import gpu_numerics
@@ -78,6 +82,17 @@ def test_every_registered_op_is_chosen_and_printed() -> None:
 
 def test_the_table_gives_the_reason_why_a_backend_does_not_run() -> None:
     assert "not fast: there is no GPU" in table([double.select(CPU)])
+
+
+@pytest.mark.parametrize(
+    "reading", [paged_attention, qk_norm_rope_store, store_latents], ids=lambda each: each.name
+)
+def test_a_gpu_that_does_not_convert_e4m3_has_no_such_cache(reading: Op[..., object]) -> None:
+    (row,) = (each for each in reading.backends if each.name == "triton")
+    old = DeviceCapability("cuda", torch.bfloat16, 86, torch.float8_e4m3fn)
+    assert row.needs(old) == "sm_86 does not convert float8_e4m3fn; float8_e5m2 it does"
+    assert row.needs(replace(old, cache_dtype=torch.float8_e5m2)) is None
+    assert row.needs(replace(old, sm=89)) is None
 
 
 pytestmark = pytest.mark.skipif(

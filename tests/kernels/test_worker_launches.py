@@ -102,7 +102,7 @@ def test_a_worker_launches_what_was_compiled(name: str) -> None:
     found = launched(name)
     attention = {"heads_kernel", "paged_attention_kernel"}
     assert {each.kernel for each in found} >= {
-        *({"latent_kernel"} if MODELS[name].latent else attention),
+        *({"store_kernel", "latent_kernel"} if MODELS[name].latent else attention),
         *("rmsnorm_kernel", "merge_kernel"),
         *("finite_kernel", "decode_rows_kernel", "resolve_kernel", "record_kernel"),
         *("argmax_kernel", "candidates_kernel", "penalize_kernel", "bias_kernel", "mask_kernel"),

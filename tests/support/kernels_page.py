@@ -78,9 +78,8 @@ No GPU is needed to compile for one. A worker's own code serves requests with tw
 {", ".join(MODELS)}, on tensors that have shapes
 and no data: on one rank, or on the first of 8 of DeepSeek-V3, with pages of 64 tokens and graphs of
 up to 256 rows, in bfloat16, in deterministic mode, with fp8 weights and a KV cache of
-float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. Latents are cached in bfloat16,
-beside fp8 weights, too, and not in deterministic mode. Each launch is recorded and compiled for
-each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
+float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. With latents there is no
+deterministic mode. Each launch is recorded and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
 length launch nothing else, as a test shows. Other numbers of ranks have shares of other widths,
 which are not compiled; for ranks with whole experts the kernels are, with an eighth of
 DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
@@ -151,8 +150,8 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-The modules of transformers; with latent attention also a KV cache of 8 bits; and deterministic
-inference with latent attention or several residual streams (Gemma 3n).
+The modules of transformers; and deterministic inference with latent attention or several residual
+streams (Gemma 3n).
 
 ## Ranks
 
@@ -216,7 +215,8 @@ loading then. Such steps are slower; how much was not measured.
 
 Every row of DeepSeek V2 and V3 and models of their shape attends to latents as they are cached: a
 program has one latent in registers for 16 heads of a token, or a few heads of some tokens
-([decision 69](decisions/0069-latents-are-absorbed-on-a-gpu.md)).
+([decision 69](decisions/0069-latents-are-absorbed-on-a-gpu.md)). One kernel rotates the positions
+of latents and stores them, in 8 bits with `--kv-cache-dtype`, divided by the scale of keys.
 
 ## Recurrent layers
 

@@ -30,9 +30,13 @@ from antiphon.kernels.kv import (
     key_pages_shape,
     page_slots,
     read_keys,
+    store_keys,
     store_kv,
     value_pages_shape,
 )
+from antiphon.kernels.op import kernel
+from antiphon.kernels.rotary import apply_rotary
+from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -193,6 +197,21 @@ class LatentMetadata:
         selected = np.zeros(len(self.rows.query_len), np.bool_)
         selected[chosen] = True
         return torch.as_tensor(np.flatnonzero(np.repeat(selected, self.rows.query_len)))
+
+
+@kernel("attention.latents", triton("latent:store_latents", caches=True), invariant=True)
+def store_latents(
+    latents: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, places: Tensor, scale: float
+) -> None:
+    """Apply RoPE to the position parts of latents, and write all of these to the cache.
+
+    latents (T, R + O); cos, sin (T, 1, O) from `cos_sin`; pages of latents, mutated, and their
+    scale; places (T,) int64, their slots
+    """
+    first = latents.shape[1] - cos.shape[-1]
+    plain, turned = latents[:, None, :first], latents[:, None, first:]
+    rotated = torch.cat((plain, apply_rotary(turned, cos, sin)), dim=-1)
+    store_keys(rotated, pages, places, scale)
 
 
 def latent_attention(

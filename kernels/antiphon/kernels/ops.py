@@ -15,6 +15,7 @@ from antiphon.kernels.activation import (
 from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.decode_rows import decode_rows
 from antiphon.kernels.experts import experts
+from antiphon.kernels.latent import store_latents
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.linear_grouped import linear_grouped
 from antiphon.kernels.linear_int8 import linear_int8
@@ -82,6 +83,7 @@ class Ops:
         self.combine = choose(combine)
         self.experts = choose(experts)
         self.qk_norm_rope_store = choose(qk_norm_rope_store)
+        self.store_latents = choose(store_latents)
         self.paged_attention = choose(paged_attention)
         self.bidirectional_attention = choose(bidirectional_attention)
         self.recurrence = choose(recurrence)

@@ -173,7 +173,7 @@ class HeadLinears:
 class LatentAttention(Sublayer):
     """Attention whose cache has one latent and one rotated key a token, for all heads."""
 
-    kernels = frozenset({"norm.rmsnorm", "attention.paged"})
+    kernels = frozenset({"norm.rmsnorm", "attention.latents", "attention.paged"})
 
     def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, sizes = site.build, spec.sizes

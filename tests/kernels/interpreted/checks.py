@@ -14,6 +14,7 @@ from tests.kernels.test_recurrent_layer import LAYERS, projected, rows_of, state
 from antiphon.kernels import (
     activation,
     decode_rows,
+    latent,
     linear_fp8,
     linear_grouped,
     linear_int8,
@@ -524,17 +525,20 @@ def check_latents(
     dtype: torch.dtype = torch.float32,
     *,
     programs: int = rows.PROGRAMS,
+    cache: torch.dtype | None = None,
 ) -> None:
     """Pages that are keys and values, of one head."""
-    case = Rows(*lengths, a_shape(1, queries_per_head, size, dtype=dtype))
+    case = Rows(*lengths, a_shape(1, queries_per_head, size, dtype=dtype), cache=cache)
+    scales = KvScales(case.scales.key, 1.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "PROGRAMS", programs)
         got, made = torch.empty_like(case.q), case.rows.on_device
         for tiles in (made.decoding, made.extending):
             if tiles is not None:
-                module.attend(case.q, case.keys, got, case.rows, tiles, case.scale, 1.5)
+                scale = case.scale * scales.key
+                module.attend(case.q, case.keys, got, case.rows, tiles, scale, scales.value)
     expected = paged_attention.reference(
-        case.q, case.keys, case.keys, case.rows, case.scale, KvScales(1.0, 1.5)
+        case.q, case.keys, case.keys, case.rows, case.scale, scales
     )
     close(got, expected)
 
@@ -553,6 +557,48 @@ def check_planned_latents(
     got = module.latent_attention(case.q, case.keys, case.rows, case.scale)
     expected = paged_attention.reference(case.q, case.keys, case.keys, case.rows, case.scale)
     close(got, expected[..., : sizes[0]])
+
+
+def check_latent_scales(module: Module) -> None:
+    """Of latents of 8 bits, scores and values have scales: prefills, and decodes in splits."""
+    for lengths in (RAGGED, LONG):
+        case = Rows(*lengths, a_shape(1, 20, 40), cache=FP8[0])
+        arguments = case.q, case.keys, case.keys, case.rows, case.scale, case.scales
+        close(module.paged_attention(*arguments), paged_attention.reference(*arguments))
+
+
+def check_latent_store(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+) -> None:
+    """Sizes: elements without a position, and of that; some are beyond the largest of 8 bits.
+
+    The reference rounds more often on the way to a rotated number of 16 bits, which may then be
+    on the other side of a border between two codes of 8: such positions are all 0.
+    """
+    size, rotated = sizes
+    exact = cache is None or dtype is torch.float32
+    latents = randn(tokens, size + rotated, dtype=dtype)
+    generator = torch.Generator().manual_seed(tokens)
+    slots = torch.randperm(40 * 6, generator=generator)[:tokens]  # pages out of order
+    positions = torch.randint(0, 900 if exact else 1, (tokens,), generator=generator)
+    cos, sin = cos_sin(RotarySpec(rotated, 1e4).frequencies(), positions, dtype)
+    scale = 1.0
+    if cache is not None:
+        latents[0], latents[0, 1], scale = 6e4, torch.nan, 0.37
+    results: list[Tensor] = []
+    for call in (module.store_latents, latent.store_latents.reference):
+        pages = torch.full(row_pages_shape(40, 5, 1, size + rotated), -7.0).to(cache or dtype)
+        call(latents, cos, sin, pages, slots, scale)
+        results.append(pages)
+    got, expected = results
+    if cache is None:
+        close(got, expected)
+    else:
+        torch.testing.assert_close(got.float(), expected.float(), equal_nan=True)
 
 
 def check_texts(

@@ -405,6 +405,35 @@ def test_rows_of_many_latents_are_split(programs: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [(torch.float32, checks.FP8[1]), *((dtype, checks.FP8[0]) for dtype in checks.DTYPES)],
+    ids=str,
+)
+def test_attention_over_latents_of_8_bits_equals_its_reference(
+    dtype: torch.dtype, cache: torch.dtype
+) -> None:
+    checks.check_latents(latent, 20, 72, dtype=dtype, cache=cache)
+
+
+def test_latents_of_8_bits_have_a_scale_as_keys_and_as_values() -> None:
+    checks.check_latent_scales(attention)
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, (64, 16)), (70, (72, 24))])
+def test_latents_are_rotated_and_stored(
+    tokens: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    checks.check_latent_store(latent, tokens, sizes, dtype)
+
+
+@pytest.mark.parametrize("cache", checks.FP8, ids=str)
+@dtypes
+def test_latents_are_stored_in_8_bits(dtype: torch.dtype, cache: torch.dtype) -> None:
+    checks.check_latent_store(latent, 70, (24, 8), dtype, cache)
+
+
+@pytest.mark.parametrize(
     ("window", "dtype"), [(None, torch.float32), (20, torch.float16), (20, torch.bfloat16)], ids=str
 )
 def test_whole_texts_attend_in_both_directions(window: int | None, dtype: torch.dtype) -> None:
@@ -468,6 +497,10 @@ ssd = partial(checks.check_recurrence, kind="ssd, odd")
 delta = partial(checks.check_recurrence, kind="gated delta, odd")
 latents = partial(checks.check_latents, queries_per_head=20, size=40, lengths=FAST)
 many_latents = partial(latents, lengths=LONG)
+narrow_latents = partial(latents, cache=checks.FP8[0])
+latent_store = partial(checks.check_latent_store, tokens=70, sizes=(72, 24))
+narrow_store = partial(latent_store, cache=checks.FP8[1])
+latent_scales = checks.check_latent_scales
 texts = partial(checks.check_texts, lengths=(70, 1, 130), shape=(4, 2, 24))
 windowed_texts = partial(texts, window=20)
 copied = partial(checks.check_pages, size=40)
@@ -582,6 +615,21 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("latent", "low = split * part_keys", "low = 0", many_latents),
     ("latent", "made * tl.exp2(one - peak)", "made", many_latents),
     ("latent", "head // PART) * splits", "0) * splits", many_latents),
+    ("latent", "total * value_scale", "total", many_latents),
+    ("latent", "k, turned = k.to(x.dtype)", "k, turned = k", narrow_latents),
+    ("latent", "turned.to(x.dtype)", "turned", narrow_latents),
+    ("attention", "float(scale * scales.key), float", "float(scale), float", latent_scales),
+    ("attention", "float(scales.value))\n        elif", "1.0)\n        elif", latent_scales),
+    ("latent", "column + half, column - half", "column - half, column + half", latent_store),
+    ("latent", "token * ROTATED", "token", latent_store),
+    ("latent", "slot * (LATENT", "token * (LATENT", latent_store),
+    ("latent", "known[:, None] & (column < LATENT)", "(column < LATENT)", latent_store),
+    ("latent", "(column < LATENT)", "(column < LATENT - 1)", latent_store),
+    ("latent", "(column < ROTATED)", "(column < ROTATED + 1)", latent_store),
+    ("latent", "ceil_div(tokens, each)", "tokens // each", latent_store),
+    ("latent", "as_cached(plain, scale,", "as_cached(plain, 1.0,", narrow_store),
+    ("latent", "as_cached(turned, scale,", "as_cached(turned, 1.0,", narrow_store),
+    ("latent", "FP8_MAX.get(pages.dtype, 0.0)", "0.0", narrow_store),
     ("recurrent", "+ at >= 0", "+ at > 0", delta),
     ("recurrent", "TAPS - 1 + at)", "TAPS - 2 + at)", delta),
     ("recurrent", "number + 1, length", "length, length", delta),
@@ -660,7 +708,7 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("heads", "head - QUERIES, column", "head, column", normed_heads),
     ("heads", "divided > MAX, MAX", "divided > MAX, divided", stored),
     ("heads", "tl.full(values.shape, scale, tl.float32)", "1.0", stored),
-    ("heads", "_stored(x, value_scale,", "_stored(x, key_scale,", stored),
+    ("heads", "as_cached(x, value_scale,", "as_cached(x, key_scale,", stored),
     ("attention", "float(scale * scales.key)", "float(scale)", eight_bits),
     ("attention", "* value_scale\n        tl.store", "\n        tl.store", eight_bits),
     ("attention", "/ total * value_scale", "/ total", partial(eight_bits, lengths=LONG)),

@@ -88,7 +88,7 @@ def _normalised(
 
 
 @triton.jit
-def _stored(values, scale, kind: tl.constexpr, MAX: tl.constexpr):
+def as_cached(values, scale, kind: tl.constexpr, MAX: tl.constexpr):
     """Elements as the cache has them: of 8 bits divided by the scale, at most MAX; a NaN stays."""
     if MAX > 0:
         divided = tl.div_rn(values.to(tl.float32), tl.full(values.shape, scale, tl.float32))
@@ -163,10 +163,10 @@ def heads_kernel(
     slot = tl.load(places + token, mask=known, other=0)
     key_head = (slot // SLOTS * KV_HEADS + head - QUERIES) * SLOTS + slot % SLOTS
     key_place = key_head[:, None] * SIZE + column[None, :]
-    stored = _stored(rotated, key_scale, keys.dtype.element_ty, MAX)
+    stored = as_cached(rotated, key_scale, keys.dtype.element_ty, MAX)
     tl.store(keys + key_place, stored, mask=inside & is_key[:, None])
     value_place = key_place - KV_HEADS * SLOTS * SIZE
-    stored = _stored(x, value_scale, values.dtype.element_ty, MAX)
+    stored = as_cached(x, value_scale, values.dtype.element_ty, MAX)
     tl.store(values + value_place, stored, mask=inside & is_value[:, None])
 
 

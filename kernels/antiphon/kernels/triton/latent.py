@@ -1,8 +1,8 @@
-"""Attention over cached latents, which are the keys and values of all query heads.
+"""The store of latents, and attention over them as the keys and values of all query heads.
 
 A latent is read once for a few heads, as a key and as a value. Its elements are split in two: as
 many as the largest power of two, and the rest, so that a latent of 512 with a position of 64 needs
-no padding.
+no padding. Those of 8 bits become numbers of the queries' dtype in registers.
 
 Axes: T tokens, Q query heads, D elements of a latent with its position, N tiles, P parts of heads,
 S splits, M queries of a tile times heads of a part.
@@ -22,7 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from antiphon.kernels.triton.launch import launch, power_of_2
+from antiphon.kernels.kv import FP8_MAX
+from antiphon.kernels.triton.heads import as_cached
+from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2, warps_of
 from antiphon.kernels.triton.rows import SPLIT_TOKENS
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ QUERIES = 16
 whole latent in registers."""
 KEYS = 32
 """Latents of a block: two blocks fit in 99 KiB."""
+TILE = 2048
+"""Elements that a program stores, if a latent has fewer."""
 
 
 @triton.jit(do_not_specialize=["row_count", "table_width", "splits"])
@@ -106,6 +110,7 @@ def latent_kernel(
         turned = tl.load(
             pages + cached[:, None] + rest[None, :], mask=there[:, None] & there_rest, other=0.0
         )
+        k, turned = k.to(x.dtype), turned.to(x.dtype)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee")
         scores = tl.dot(y, tl.trans(turned), scores, input_precision="ieee") * scale
         seen = there[None, :] & (key[None, :] <= position[:, None])
@@ -174,6 +179,47 @@ def merge_kernel(
     )
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def store_kernel(
+    latents,
+    cos,
+    sin,
+    pages,
+    places,
+    tokens,
+    scale,
+    LATENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Latents of some tokens, whose positions are rotated on the way."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    known = token < tokens
+    source = latents + (token * (LATENT + ROTATED))[:, None]
+    # There is one head: slots of all pages follow each other.
+    slot = tl.load(places + token, mask=known, other=0)
+    target = pages + (slot * (LATENT + ROTATED))[:, None]
+    kind = pages.dtype.element_ty
+    column = tl.arange(0, BLOCK_D)
+    inside = known[:, None] & (column < LATENT)[None, :]
+    plain = tl.load(source + column[None, :], mask=inside, other=0.0)
+    tl.store(target + column[None, :], as_cached(plain, scale, kind, MAX), mask=inside)
+    column = tl.arange(0, BLOCK_R)
+    inside = known[:, None] & (column < ROTATED)[None, :]
+    half = ROTATED // 2
+    other = tl.where(column < half, column + half, column - half)
+    x = tl.load(source + LATENT + column[None, :], mask=inside, other=0.0)
+    y = tl.load(source + LATENT + other[None, :], mask=inside, other=0.0)
+    angle = (token * ROTATED)[:, None] + column[None, :]
+    c = tl.load(cos + angle, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    turned = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(x.dtype)
+    tl.store(target + LATENT + column[None, :], as_cached(turned, scale, kind, MAX), mask=inside)
+
+
 def attend(
     q: Tensor,
     pages: Tensor,
@@ -183,7 +229,11 @@ def attend(
     scale: float,
     value_scale: float,
 ) -> None:
-    """Attend to pages of latents (P, 1, S, D), causal: q (T, Q, D)  ->  `out`, of its shape."""
+    """Attend to pages of latents (P, 1, S, D), causal: q (T, Q, D)  ->  `out`, of its shape.
+
+    `scale` multiplies scores, and has the scale of latents of 8 bits in it; `value_scale` is theirs
+    as values.
+    """
     shape, made = rows.shape, rows.on_device
     heads, size = shape.queries_per_head, shape.head_size
     count, splits = len(tiles.tiles), tiles.splits
@@ -213,7 +263,8 @@ def attend(
         splits,
         scale,
         value_scale,
-        warps=4,
+        # With fewer, registers of latents of 8 bits are kept in memory.
+        warps=8 if pages.element_size() == 1 else 4,
         stages=2,
         PAGE_TOKENS=shape.page_tokens,
         SLOTS=pages.shape[2],
@@ -245,3 +296,31 @@ def attend(
             BLOCK_D=power_of_2(size),
             BLOCK_S=power_of_2(splits),
         )
+
+
+def store_latents(
+    latents: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, places: Tensor, scale: float
+) -> None:
+    """As `antiphon.kernels.latent.store_latents`, for pages of rows."""
+    tokens, size = latents.shape
+    rotated = cos.shape[-1]
+    block = power_of_2(size - rotated)
+    each = max(1, TILE // block)
+    launch(
+        store_kernel,
+        (ceil_div(tokens, each),),
+        latents.contiguous(),
+        cos.contiguous(),
+        sin.contiguous(),
+        pages,
+        places,
+        tokens,
+        float(scale),
+        warps=warps_of(each * block * latents.element_size()),
+        LATENT=size - rotated,
+        ROTATED=rotated,
+        TOKENS=each,
+        BLOCK_D=block,
+        BLOCK_R=power_of_2(rotated),
+        MAX=FP8_MAX.get(pages.dtype, 0.0),
+    )

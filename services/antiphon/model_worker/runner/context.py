@@ -17,7 +17,7 @@ from antiphon.kernels.attention import (
 )
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, UncachedHeads
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
-from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_keys
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
 from antiphon.kernels.recurrent import LayerStates
@@ -411,9 +411,9 @@ def _paged_latent_attention(
     cache = caches[layer]
     rows = groups[cache.group]
     cos, sin = angles(params.rotary).by_token
-    q = _rotated(q, rows.sizes.content, cos, sin)
-    rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
-    store_keys(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+    ops.store_latents(latents, cos, sin, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+    content, turned = q[..., : rows.sizes.content], q[..., rows.sizes.content :]
+    q = torch.cat((content, apply_rotary(turned, cos, sin)), dim=-1)
     return latent_attention(q, cache, rows, params.heads, params.scale, ops.paged_attention)
 
 
@@ -427,11 +427,6 @@ def _recurrence(
 ) -> Tensor:
     states = layers[layer]
     return ops.recurrence(projected, recurrence, states, groups[states.group])
-
-
-def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (T, H, D) with the elements from `first` on rotated."""
-    return torch.cat((heads[..., :first], apply_rotary(heads[..., first:], cos, sin)), dim=-1)
 
 
 def _whole_texts(model: LoadedModel) -> tuple[tuple[KvShape, ...], dict[int, UncachedHeads]]:

@@ -37,7 +37,7 @@ BLOCKS = frozenset(
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
-        *("attention.heads", "attention.paged", "attention.whole"),
+        *("attention.heads", "attention.latents", "attention.paged", "attention.whole"),
         *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.int8"),
         "linear.tiled",
     }
@@ -80,15 +80,10 @@ def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., obj
 
 
 def _require_latent_kernels(model: LoadedModel) -> None:
-    lacking = ""
-    if model.build.cache_dtype is not None:
-        lacking = "with a KV cache of 8 bits"
-    elif model.decoder.invariant:
-        lacking = "with batch-invariant linears of heads, as deterministic inference needs"
-    if lacking:
-        kind = model.build.device_kind
+    if model.decoder.invariant:
         raise KernelUnavailable(
-            f"device {kind}: latent attention (MLA) {lacking} has no kernel there"
+            f"device {model.build.device_kind}: latent attention (MLA) with batch-invariant linears"
+            " of heads, as deterministic inference needs, has no kernel there"
         )
 
 
