@@ -51,7 +51,8 @@ WEIGHTS_FIRST = frozenset(
 """Kernels whose tiles have outputs as rows: weights are the left side of their products."""
 MULTIPLYING = WEIGHTS_FIRST | {
     *("attention.paged_attention", "experts.gate_up", "experts.down", "latent.latent"),
-    *("linear_fp8.multiply", "linear_int8.multiply", "linear_tiled.linear", "whole.whole"),
+    *("linear_fp8.multiply", "linear_int8.multiply", "whole.whole"),
+    *("linear_tiled.linear", "linear_tiled.linear_heads"),
 }
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
 WIDE, NARROW, WHOLE = "*fp32", "*fp8", "*i8"

@@ -3,7 +3,7 @@
 A worker's own code runs requests on tensors that have shapes and no data: what is recorded is what
 a GPU would have to compile. Models are in bfloat16, as they are served, with the settings of a
 worker at their defaults; and once more with weights and a KV cache of 8 bits, and with
-deterministic inference, which there is not with latents.
+deterministic inference where a model has one rank.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def request(length: int, sampled: Mapping[str, Any], new_tokens: int = 3) -> Req
 def _ways(sizes: Sizes) -> list[dict[str, Any]]:
     """Parameters of `open_without_data`, for each way in which a model is recorded."""
     ways: list[dict[str, Any]] = [{}]
-    if not sizes.latent:
+    if sizes.ranks == 1:
         ways.append({"deterministic": True})
     if sizes.fp8 is not None:
         narrow = {"cache_dtype": torch.float8_e4m3fn, "quantization": _quantization(sizes.fp8)}
@@ -250,7 +250,10 @@ def _call_experts_of_rank(ops: Ops) -> None:
 
 
 def _call_latent(ops: Ops) -> None:
-    """DeepSeek-V3's attention with all heads, as attention groups have it."""
+    """DeepSeek-V3's attention with all heads, as attention groups have it.
+
+    In deterministic inference its heads are multiplied by the op of linears of heads.
+    """
     shape, size = KvShape(PAGE_TOKENS, 1, 128, 576, torch.bfloat16), (PAGES, 1, 64, 576)
     rows = ((1, 300), (1, 4000), (1, 17000), (500, 2000))
     for (tokens, keys), kind in product(rows, (torch.bfloat16, torch.float8_e4m3fn)):
@@ -259,6 +262,9 @@ def _call_latent(ops: Ops) -> None:
         lengths = np.array([tokens], np.int32), np.array([keys], np.int32)
         metadata = AttentionMetadata(shape, table, *lengths, uploaded)
         ops.paged_attention(empty(tokens, 128, 576), pages, pages, metadata, 0.1)
+    for heads in (16, 128):
+        ops.linear_heads(empty(64, heads, 192)[..., :128], empty(heads, 512, 128))
+        ops.linear_heads(empty(64, heads, 576)[..., :512], empty(heads, 128, 512))
 
 
 DELTA_NET = {"kind": "gated_delta", "key_heads": 16, "heads": 32, "rows": 128, "columns": 128}

@@ -39,7 +39,7 @@ class Sizes:
 
     @property
     def latent(self) -> bool:
-        """Whether it caches latents, whose attention is not deterministic on a GPU."""
+        """Whether it caches latents."""
         return "kv_lora_rank" in self.fields
 
     def config(self, layers: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,9 +19,14 @@ from antiphon.kernels.kv import (
     store_keys,
 )
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
+from antiphon.kernels.linear_tiled import linear_heads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from antiphon.kernels.latent import LatentOps
 
 PAGES, PAGE_TOKENS = 400, 4
 BACKENDS = rows_of(paged_attention)
@@ -30,6 +35,13 @@ NARROW_VALUES = LatentSizes(heads=2, latent=24, content=12, position=4, value=8)
 DEEPSEEK = LatentSizes(heads=4, latent=512, content=128, position=64, value=128)
 
 every_backend = each_row(paged_attention, "attend")
+
+
+class Calls(NamedTuple):
+    """The operations of a pass, of which attention is a row of the selection table."""
+
+    paged_attention: Row
+    linear_heads: Callable[[Tensor, Tensor], Tensor] = linear_heads.reference
 
 
 class Weights:
@@ -46,12 +58,12 @@ class Weights:
         self.expanded += 1
         return torch.einsum("nr,hor->nho", latents, self.weight.to(latents.dtype))
 
-    def absorb(self, content: Tensor) -> Tensor:
+    def absorb(self, _: LatentOps, content: Tensor) -> Tensor:
         self.absorbed += 1
         keys = self.weight[:, : self._content].to(content.dtype)
         return torch.einsum("thc,hcr->thr", content, keys)
 
-    def restore(self, mixed: Tensor) -> Tensor:
+    def restore(self, _: LatentOps, mixed: Tensor) -> Tensor:
         values = self.weight[:, self._content :].to(mixed.dtype)
         return torch.einsum("thr,hvr->thv", mixed, values)
 
@@ -93,7 +105,7 @@ class Case:
     def run(self, attend: Row, *, absorbed: bool = False) -> Tensor:
         rows = LatentMetadata(self.rows, self.sizes, absorbed=absorbed)
         cache = LayerKvCache(0, self.cache, self.cache)
-        return latent_attention(self.q, cache, rows, self.weights, self.scale, attend)
+        return latent_attention(self.q, cache, rows, self.weights, self.scale, Calls(attend))
 
     def textbook(self) -> Tensor:
         """In float64, each query by itself."""
@@ -137,7 +149,7 @@ def test_latents_may_be_kept_in_eight_bits(
     kept = quantize_fp8(case.cache, format_, scale)
     cache = LayerKvCache(0, kept, kept, KvScales(scale))
     latent_rows = LatentMetadata(case.rows, case.sizes, absorbed=absorbed)
-    found = latent_attention(case.q, cache, latent_rows, case.weights, case.scale, attend)
+    found = latent_attention(case.q, cache, latent_rows, case.weights, case.scale, Calls(attend))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

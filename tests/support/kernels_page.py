@@ -78,8 +78,8 @@ No GPU is needed to compile for one. A worker's own code serves requests with tw
 {", ".join(MODELS)}, on tensors that have shapes
 and no data: on one rank, or on the first of 8 of DeepSeek-V3, with pages of 64 tokens and graphs of
 up to 256 rows, in bfloat16, in deterministic mode, with fp8 weights and a KV cache of
-float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. With latents there is no
-deterministic mode. Each launch is recorded and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
+float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. Of DeepSeek-V3 in
+deterministic mode these are attention and the linears of its heads. Each launch is recorded and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
 length launch nothing else, as a test shows. Other numbers of ranks have shares of other widths,
 which are not compiled; for ranks with whole experts the kernels are, with an eighth of
 DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
@@ -150,8 +150,7 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-The modules of transformers; and deterministic inference with latent attention or several residual
-streams (Gemma 3n).
+The modules of transformers; and deterministic inference with several residual streams (Gemma 3n).
 
 ## Ranks
 
@@ -207,7 +206,7 @@ On 10.0 and above `fa2` runs, which FlashInfer itself calls slow for latents the
 
 With `--enable-deterministic-inference` linears are multiplied in tiles whose size follows from the
 weights, experts in tiles of one size, and attention has the same tiles for prefills and decodes,
-without parts: a token has the same bits whatever is beside it ([decision
+without parts, also over latents: a token has the same bits whatever is beside it ([decision
 75](decisions/0075-on-a-gpu-tiles-follow-from-weights.md)). Weights in fp8 are converted while
 loading then. Such steps are slower; how much was not measured.
 

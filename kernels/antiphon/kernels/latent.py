@@ -83,6 +83,16 @@ class LatentSizes:
         return self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
+class LatentOps(Protocol):
+    """The operations that latent attention calls."""
+
+    @property
+    def paged_attention(self) -> PagedAttention: ...
+
+    @property
+    def linear_heads(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+
+
 class LatentHeads(Protocol):
     """The projections of a layer between latents and heads."""
 
@@ -90,11 +100,11 @@ class LatentHeads(Protocol):
         """Compute contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
         ...
 
-    def absorb(self, content: Tensor) -> Tensor:
+    def absorb(self, ops: LatentOps, content: Tensor) -> Tensor:
         """Project queries so that they attend to latents directly: (T, Q, C)  ->  (T, Q, R)."""
         ...
 
-    def restore(self, mixed: Tensor) -> Tensor:
+    def restore(self, ops: LatentOps, mixed: Tensor) -> Tensor:
         """Compute values from attended latents: (T, Q, R)  ->  (T, Q, V)."""
         ...
 
@@ -220,17 +230,17 @@ def latent_attention(
     rows: LatentMetadata,
     heads: LatentHeads,
     scale: float,
-    attend: PagedAttention,
+    ops: LatentOps,
 ) -> Tensor:
     """Softmax attention of each query over its row's cached latents, causal.
 
     q (T, Q, C + O), rotated; the cache's pages of latents, which already contain those of this
-    pass; `attend` is the op `attention.paged`  ->  (T, Q, V)
+    pass  ->  (T, Q, V)
     """
     out: Tensor | None = None
     for part in rows.parts:
         picked = q if part.tokens is None else q.index_select(0, part.tokens)
-        mixed = _mix(picked, cache, part, (rows.sizes, heads), scale, attend)
+        mixed = _mix(picked, cache, part, (rows.sizes, heads), scale, ops)
         if part.tokens is None:
             return mixed
         if out is None:
@@ -246,23 +256,23 @@ def _mix(
     part: LatentPart,
     layer: tuple[LatentSizes, LatentHeads],
     scale: float,
-    attend: PagedAttention,
+    ops: LatentOps,
 ) -> Tensor:
     sizes, heads = layer
     if part.places is None:
-        absorbed = heads.absorb(q[..., : sizes.content])  # (T, Q, R)
+        absorbed = heads.absorb(ops, q[..., : sizes.content])  # (T, Q, R)
         queries = torch.cat((absorbed, q[..., sizes.content :]), dim=-1)
         # Values are the latents: the position part beside them is averaged too, and dropped.
         scales = KvScales(cache.scales.key, cache.scales.key)
-        mixed = attend(queries, cache.keys, cache.keys, part.rows, scale, scales)
-        return heads.restore(mixed[..., : sizes.latent])
+        mixed = ops.paged_attention(queries, cache.keys, cache.keys, part.rows, scale, scales)
+        return heads.restore(ops, mixed[..., : sizes.latent])
     latents = _gathered(cache, part.places, q.dtype)  # (N, R + O)
     expanded = heads.expand(latents[:, : sizes.latent])  # (N, Q, C + V)
     shared = latents[:, None, sizes.latent :].expand(-1, expanded.shape[1], -1)
     keys = torch.cat((expanded[..., : sizes.content], shared), dim=-1)
     parts = (q, keys, expanded[..., sizes.content :])
     q, keys, values = (F.pad(x, (0, sizes.wide - x.shape[-1])) for x in parts)
-    mixed = attend(q, *_in_pages(keys, values), part.rows, scale, UNSCALED)
+    mixed = ops.paged_attention(q, *_in_pages(keys, values), part.rows, scale, UNSCALED)
     return mixed[..., : sizes.value]
 
 

@@ -1,9 +1,10 @@
-"""A linear whose bits of a token do not depend on the tokens beside it."""
+"""Linears whose bits of a token do not depend on the tokens beside it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.op import kernel
@@ -20,3 +21,12 @@ def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     torch's product, which defines the result, is batch-invariant on no device.
     """
     return F.linear(x, weight, bias)
+
+
+@kernel("linear.heads", triton("linear_tiled:linear_heads"))
+def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head by a weight of its own: x (T, Q, I), weight (Q, O, I)  ->  (T, Q, O).
+
+    As of `linear_tiled`, the sums are float32, and torch's product is batch-invariant on no device.
+    """
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)

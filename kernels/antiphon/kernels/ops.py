@@ -19,7 +19,7 @@ from antiphon.kernels.latent import store_latents
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.linear_grouped import linear_grouped
 from antiphon.kernels.linear_int8 import linear_int8
-from antiphon.kernels.linear_tiled import linear_tiled
+from antiphon.kernels.linear_tiled import linear_heads, linear_tiled
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
@@ -79,6 +79,7 @@ class Ops:
         self.linear_grouped = choose(linear_grouped)
         self.linear_int8 = choose(linear_int8)
         self.linear_tiled = choose(linear_tiled)
+        self.linear_heads = choose(linear_heads)
         self.route = choose(route)
         self.combine = choose(combine)
         self.experts = choose(experts)

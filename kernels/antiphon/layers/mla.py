@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import CompiledHeadLinears, CompiledLinear
-    from antiphon.kernels.latent import LatentSizes
+    from antiphon.kernels.latent import LatentOps, LatentSizes
     from antiphon.kernels.norm import NormKind
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.norm import Norm, NormSpec
@@ -115,15 +115,17 @@ class LatentUpProjection(Module):
         self._absorb, self._restore = (
             HeadLinears(self._heads, shape, exact, build) for shape in (absorb, restore)
         )
+        if exact is LinearMethod.TILED:
+            self.kernels = frozenset({"linear.heads"})
 
     def expand(self, latents: Tensor) -> Tensor:
         return self._weights.apply(latents).view(len(latents), self._heads, -1)
 
-    def absorb(self, content: Tensor) -> Tensor:
-        return self._absorb(content)
+    def absorb(self, ops: LatentOps, content: Tensor) -> Tensor:
+        return self._absorb(ops, content)
 
-    def restore(self, mixed: Tensor) -> Tensor:
-        return self._restore(mixed)
+    def restore(self, ops: LatentOps, mixed: Tensor) -> Tensor:
+        return self._restore(ops, mixed)
 
     @property
     def compiled(self) -> tuple[CompiledHeadLinears, CompiledHeadLinears] | None:
@@ -148,12 +150,13 @@ class LatentUpProjection(Module):
 
 
 class HeadLinears:
-    """A linear of its own for each head, in one call: packed for the CPU, or of torch."""
+    """A linear of its own for each head, in one call: packed for the CPU, of torch, or an op."""
 
     def __init__(
         self, count: int, shape: LinearShape, method: LinearMethod, build: BuildContext
     ) -> None:
         self.compiled: CompiledHeadLinears | None = None
+        self._tiled = method is LinearMethod.TILED
         if method in (LinearMethod.PLAIN, LinearMethod.TILED):
             self._tables = build.empty(count, shape.outputs, shape.inputs)
             self.heads: list[LinearWeights] = [PlainWeights(table, None) for table in self._tables]
@@ -163,10 +166,12 @@ class HeadLinears:
         assert len(packed) == count, "weights of heads are packed, or tensors"
         self.compiled = head_linears(packed)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, ops: LatentOps, x: Tensor) -> Tensor:
         """Multiply: x (T, Q, I)  ->  (T, Q, O)."""
         if self.compiled is not None:
             return self.compiled.multiply(x)
+        if self._tiled:
+            return ops.linear_heads(x, self._tables)
         return torch.bmm(x.transpose(0, 1), self._tables.transpose(1, 2)).transpose(0, 1)
 
 

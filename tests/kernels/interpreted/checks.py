@@ -385,6 +385,22 @@ def check_linear_tiled(
     close(module.linear_tiled(x, weight, added), expected.to(dtype))
 
 
+def check_linear_heads(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Inputs of a head have elements of another kind behind them, as latents have positions."""
+    heads, outputs, inputs = sizes
+    x = randn(tokens, heads, inputs, dtype=dtype) / inputs**0.5
+    beside = torch.full((tokens, heads, 8), torch.nan, dtype=dtype)
+    x = torch.cat((x, beside), dim=-1)[..., :inputs]
+    weight = randn(heads, outputs, inputs, dtype=dtype, seed=1)
+    expected = linear_tiled.linear_heads.reference(x.float(), weight.float())
+    close(module.linear_heads(x, weight), expected.to(dtype))
+
+
 def qk_norms(
     kind: NormKind | None,
     over: Literal["head", "token"],
@@ -492,6 +508,8 @@ def a_shape(
 
 RAGGED = [1, 1, 5, 70, 1, 2], [0, 130, 3, 40, 63, 64]
 """Queries and keys before them: one token, prefill, decode, verify."""
+FAST = [1, 5], [70, 3]
+"""A decode row, and one of several queries."""
 LONG = [1, 1, 1], [1100, 3, 511]
 """Decode rows whose keys are in three splits, in the first one, and end where it ends."""
 
@@ -559,12 +577,16 @@ def check_planned_latents(
     close(got, expected[..., : sizes[0]])
 
 
-def check_latent_scales(module: Module) -> None:
-    """Of latents of 8 bits, scores and values have scales: prefills, and decodes in splits."""
-    for lengths in (RAGGED, LONG):
+def check_latent_scales(module: Module, *, fixed: bool = False) -> None:
+    """Of latents of 8 bits, scores and values have scales: prefills, and decodes in splits.
+
+    `fixed`: decodes are in one part.
+    """
+    attend = module.paged_attention_fixed if fixed else module.paged_attention
+    for lengths in (FAST, LONG):
         case = Rows(*lengths, a_shape(1, 20, 40), cache=FP8[0])
         arguments = case.q, case.keys, case.keys, case.rows, case.scale, case.scales
-        close(module.paged_attention(*arguments), paged_attention.reference(*arguments))
+        close(attend(*arguments), paged_attention.reference(*arguments))
 
 
 def check_latent_store(

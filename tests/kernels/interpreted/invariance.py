@@ -61,6 +61,14 @@ def test_linears_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 @dtypes
+def test_linears_of_heads_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    x, weight = randn(90, 3, 72, dtype=dtype), randn(3, 40, 72, dtype=dtype, seed=1)
+    whole = OPS.linear_heads(x, weight)
+    for first, last in ((0, 1), (63, 66), (89, 90)):
+        assert torch.equal(OPS.linear_heads(x[first:last], weight), whole[first:last])
+
+
+@dtypes
 def test_linears_in_groups_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     """With more tokens than a tile of few has room for."""
     codes, scales = torch.arange(40 * 48).byte().view(40, 48), randn(3, 40, seed=1).abs()
@@ -93,9 +101,9 @@ def test_experts_do_not_depend_on_the_batch(
 
 
 class Cache:
-    """A sequence of 700 tokens in the pages of a cache, and another one."""
+    """A sequence of 700 tokens in the pages of a cache, or of latents, and another one."""
 
-    def __init__(self, shape: KvShape) -> None:
+    def __init__(self, shape: KvShape, *, latents: bool = False) -> None:
         self._shape = shape
         pages = 2 * -(-700 // shape.page_tokens)
         size = row_pages_shape(pages, shape.page_tokens, shape.heads, shape.head_size)
@@ -104,6 +112,8 @@ class Cache:
         heads = shape.heads * shape.queries_per_head
         self._q = randn(2, 700, heads, shape.head_size, dtype=shape.dtype, seed=4)
         self._sinks = randn(heads, dtype=shape.dtype, seed=5)
+        if latents:
+            self._cache, self._sinks = [self._cache[0]] * 2, None
 
     def attend(self, *rows: tuple[int, int, int]) -> list[Tensor]:
         """Of rows (sequence, first token, behind the last), all in one pass."""
@@ -123,7 +133,17 @@ def test_attention_depends_on_neither_batch_nor_chunks(
     dtype: torch.dtype, window: int | None
 ) -> None:
     """A token alone, as a decode step has it, has the bits that it has in a chunk of a prefill."""
-    cache = Cache(a_shape(window=window, dtype=dtype))
+    check_attention(Cache(a_shape(window=window, dtype=dtype)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_over_latents_depends_on_neither_batch_nor_chunks(dtype: torch.dtype) -> None:
+    """In tiles of four queries, of which a decode step has one."""
+    check_attention(Cache(a_shape(1, 16, 40, dtype=dtype), latents=True))
+
+
+def check_attention(cache: Cache) -> None:
     (whole,) = cache.attend((0, 560, 700))
     for first, last in ((699, 700), (600, 601), (590, 640), (560, 563)):
         (alone,) = cache.attend((0, first, last))
@@ -170,7 +190,10 @@ def answers(folder: Path, chosen: Sequence[int], chunk: int, sizes: Sequence[int
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "deepseek-v3"))],
+)
 def test_models_depend_on_neither_batch_nor_chunks_nor_graphs(family: str, tmp_path: Path) -> None:
     if family == "llama":
         folder = write_llama(tmp_path, {"num_hidden_layers": 1})

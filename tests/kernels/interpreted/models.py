@@ -525,13 +525,6 @@ def test_models_are_refused_by_the_op_that_has_no_kernel(tmp_path: Path) -> None
         )
 
 
-def test_latents_are_refused_where_they_have_no_kernel(tmp_path: Path) -> None:
-    folder = save(BY_NAME["deepseek-v3"], tmp_path).folder
-    named = r"interpreter: latent attention \(MLA\) with batch-invariant linears of heads"
-    with pytest.raises(KernelUnavailable, match=named):
-        open_model(folder, pages=10, dtype="float32", device="interpreter", linear="tiled")
-
-
 def test_several_streams_are_refused_where_their_sums_depend_on_the_batch(tmp_path: Path) -> None:
     folder = save(BY_NAME["gemma3n"], tmp_path).folder
     reason = "device interpreter: sums of several residual streams and of sparse gates"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.interpreted import checks
-from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape
+from tests.kernels.interpreted.checks import FAST, LONG, RAGGED, Rows, a_shape
 from tests.kernels.interpreted.sanitizer import sanitized
 
 from antiphon.kernels.triton import (
@@ -49,8 +49,6 @@ def _checked() -> Iterator[None]:
     with sanitized() if interpreted() else nullcontext():
         yield
 
-
-FAST = ([1, 5], [70, 3])
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 in_codes = pytest.mark.parametrize(
@@ -268,6 +266,14 @@ def test_linears_in_tiles_equal_their_reference(
     checks.check_linear_tiled(linear_tiled, tokens, sizes, dtype, bias=bias)
 
 
+@dtypes
+@pytest.mark.parametrize(("tokens", "sizes"), [(0, (2, 8, 64)), (1, (5, 40, 100)), (70, (2, 8, 64))])
+def test_linears_of_heads_equal_their_reference(
+    tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    checks.check_linear_heads(linear_tiled, tokens, sizes, dtype)
+
+
 @pytest.mark.parametrize("over", ["head", "token"])
 @pytest.mark.parametrize("kind", ["rms", "rms_wide", "layer"])
 def test_heads_are_normalised_rotated_and_stored(
@@ -415,8 +421,9 @@ def test_attention_over_latents_of_8_bits_equals_its_reference(
     checks.check_latents(latent, 20, 72, dtype=dtype, cache=cache)
 
 
-def test_latents_of_8_bits_have_a_scale_as_keys_and_as_values() -> None:
-    checks.check_latent_scales(attention)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_latents_of_8_bits_have_a_scale_as_keys_and_as_values(*, fixed: bool) -> None:
+    checks.check_latent_scales(attention, fixed=fixed)
 
 
 @dtypes
@@ -473,6 +480,7 @@ rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
 rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
 rounded_last = partial(rounded_rows, skipped=5)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
+tiled_heads = partial(checks.check_linear_heads, tokens=70, sizes=(3, 40, 100))
 in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
 in_int8 = partial(checks.check_linear_int8, tokens=9, sizes=(40, 160), bias=True)
 in_large_groups = partial(in_groups, sizes=(40, 256), group=128)
@@ -619,7 +627,7 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("latent", "k, turned = k.to(x.dtype)", "k, turned = k", narrow_latents),
     ("latent", "turned.to(x.dtype)", "turned", narrow_latents),
     ("attention", "float(scale * scales.key), float", "float(scale), float", latent_scales),
-    ("attention", "float(scales.value))\n        elif", "1.0)\n        elif", latent_scales),
+    ("attention", "float(scales.value))\n        return", "1.0)\n        return", latent_scales),
     ("latent", "column + half, column - half", "column - half, column + half", latent_store),
     ("latent", "token * ROTATED", "token", latent_store),
     ("latent", "slot * (LATENT", "token * (LATENT", latent_store),
@@ -703,6 +711,11 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("linear_tiled", "ceil_div(outputs, block_n)", "outputs // block_n", tiled),
     ("linear_tiled", "asked[:, None] & used[None, :]", "used[None, :]", tiled),
     ("linear_tiled", "bias + column", "bias", tiled),
+    ("linear_tiled", "head * HEAD", "head * INPUTS", tiled_heads),
+    ("linear_tiled", "(head * OUTPUTS + column)", "column.to(tl.int64)", tiled_heads),
+    ("linear_tiled", "* HEADS + head)", "* HEADS)", tiled_heads),
+    ("linear_tiled", "[:, None] * ROW", "[:, None] * (HEADS * INPUTS)", tiled_heads),
+    ("linear_tiled", "ceil_div(outputs, NARROW)", "outputs // NARROW", tiled_heads),
     ("heads", "column + half, column - half", "column - half, column + half", few_heads),
     ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
     ("heads", "head - QUERIES, column", "head, column", normed_heads),

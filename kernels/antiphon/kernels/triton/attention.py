@@ -198,9 +198,7 @@ def paged_attention(
     out = torch.empty_like(q)
     made = rows.on_device
     for tiles in (made.decoding, made.extending):
-        if tiles is not None and keys is values:
-            latent.attend(q, keys, out, rows, tiles, float(scale * scales.key), float(scales.value))
-        elif tiles is not None:
+        if tiles is not None:
             _attend(q, keys, values, out, rows, tiles, scale, scales, softcap, sinks)
     return out
 
@@ -243,6 +241,9 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
+    if keys is values:
+        latent.attend(q, keys, out, rows, tiles, float(scale * scales.key), float(scales.value))
+        return
     shape, made = rows.shape, rows.on_device
     heads, group, size = shape.heads, shape.queries_per_head, shape.head_size
     count, splits = len(tiles.tiles), tiles.splits

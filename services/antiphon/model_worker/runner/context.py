@@ -414,7 +414,7 @@ def _paged_latent_attention(
     ops.store_latents(latents, cos, sin, cache.keys, rows.rows.slot_mapping, cache.scales.key)
     content, turned = q[..., : rows.sizes.content], q[..., rows.sizes.content :]
     q = torch.cat((content, apply_rotary(turned, cos, sin)), dim=-1)
-    return latent_attention(q, cache, rows, params.heads, params.scale, ops.paged_attention)
+    return latent_attention(q, cache, rows, params.heads, params.scale, ops)
 
 
 def _recurrence(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.op import (
     REFERENCE,
     AttentionFeatures,
@@ -39,7 +38,7 @@ BLOCKS = frozenset(
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.latents", "attention.paged", "attention.whole"),
         *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.int8"),
-        "linear.tiled",
+        *("linear.tiled", "linear.heads"),
     }
 )
 """Operations of layers and heads, which only some models call."""
@@ -68,8 +67,6 @@ def _attention_of(spec: ModelSpec, ranks: int) -> Iterator[AttentionFeatures]:
 def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
     """Check that no operation of the model runs on torch, on a device that is not the CPU."""
     kind, called = model.build.device_kind, SAMPLING | model.decoder.operations
-    if any(isinstance(cache, LatentSizes) for cache, _ in model.spec.cache_groups()):
-        _require_latent_kernels(model)
     for choice in choices:
         if choice.op in called and choice.backend == REFERENCE:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refused)
@@ -77,14 +74,6 @@ def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., obj
                 f"device {kind}: {choice.op}, which this model needs, has no kernel there"
                 + (f" ({reasons})" if reasons else "")
             )
-
-
-def _require_latent_kernels(model: LoadedModel) -> None:
-    if model.decoder.invariant:
-        raise KernelUnavailable(
-            f"device {model.build.device_kind}: latent attention (MLA) with batch-invariant linears"
-            " of heads, as deterministic inference needs, has no kernel there"
-        )
 
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
