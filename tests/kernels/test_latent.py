@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,8 +22,6 @@ from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attentio
 from antiphon.kernels.linear_tiled import linear_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from antiphon.kernels.latent import LatentOps
@@ -37,11 +35,11 @@ DEEPSEEK = LatentSizes(heads=4, latent=512, content=128, position=64, value=128)
 every_backend = each_row(paged_attention, "attend")
 
 
-class Calls(NamedTuple):
+class Calls:
     """The operations of a pass, of which attention is a row of the selection table."""
 
-    paged_attention: Row
-    linear_heads: Callable[[Tensor, Tensor], Tensor] = linear_heads.reference
+    def __init__(self, attend: Row) -> None:
+        self.paged_attention, self.linear_heads = attend, linear_heads.reference
 
 
 class Weights:

@@ -79,19 +79,18 @@ No GPU is needed to compile for one. A worker's own code serves requests with tw
 and no data: on one rank, or on the first of 8 of DeepSeek-V3, with pages of 64 tokens and graphs of
 up to 256 rows, in bfloat16, in deterministic mode, with fp8 weights and a KV cache of
 float8_e4m3fn, which need 8.9, and with weights in AWQ and MXFP4. Of DeepSeek-V3 in
-deterministic mode these are attention and the linears of its heads. Each launch is recorded and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other requests of any
-length launch nothing else, as a test shows. Other numbers of ranks have shares of other widths,
-which are not compiled; for ranks with whole experts the kernels are, with an eighth of
-DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
+deterministic mode these are attention and the linears of its heads. Each launch is recorded and
+compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other
+requests of any length launch nothing else, as a test shows. Other numbers of ranks have shares of
+other widths, which are not compiled; for ranks with whole experts the kernels are, with an eighth
+of DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
 of what such models launch is not. None keeps registers in memory, and each fits in the shared
-memory of a block
-there. In the loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread
-at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows are multiplied by
-the matrix
-units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile; of
-fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and 10.x. Bits of
-a load, and of the launch that uses most registers of a thread, KiB of shared memory, and
-instructions that multiply:
+memory of a block there. In the loop that multiplies matrices, or without one anywhere, each loads
+128 bits a thread at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows
+are multiplied by the matrix units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones
+are loaded meanwhile; of fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and
+10.x. Bits of a load, and of the launch that uses most registers of a thread, KiB of shared memory,
+and instructions that multiply:
 
 {_compiled()}
 

@@ -100,11 +100,11 @@ class LatentHeads(Protocol):
         """Compute contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
         ...
 
-    def absorb(self, ops: LatentOps, content: Tensor) -> Tensor:
+    def absorb(self, ops: LatentOps, content: Tensor, /) -> Tensor:
         """Project queries so that they attend to latents directly: (T, Q, C)  ->  (T, Q, R)."""
         ...
 
-    def restore(self, ops: LatentOps, mixed: Tensor) -> Tensor:
+    def restore(self, ops: LatentOps, mixed: Tensor, /) -> Tensor:
         """Compute values from attended latents: (T, Q, R)  ->  (T, Q, V)."""
         ...
 

@@ -584,7 +584,7 @@ def check_latent_scales(module: Module, *, fixed: bool = False) -> None:
     """
     attend = module.paged_attention_fixed if fixed else module.paged_attention
     for lengths in (FAST, LONG):
-        case = Rows(*lengths, a_shape(1, 20, 40), cache=FP8[0])
+        case = Rows(*lengths, a_shape(1, 4, 20), cache=FP8[0])
         arguments = case.q, case.keys, case.keys, case.rows, case.scale, case.scales
         close(attend(*arguments), paged_attention.reference(*arguments))
 

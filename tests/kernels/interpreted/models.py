@@ -212,6 +212,7 @@ def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: 
     check_device(save(BY_NAME[family], tmp_path).folder)
 
 
+@pytest.mark.long
 def test_latents_of_8_bits_generate_what_they_do_on_the_cpu(tmp_path: Path) -> None:
     """With scales of the checkpoint, by graphs and without; a code may be off by a step."""
     folder = save(BY_NAME["deepseek-v3"], tmp_path).folder

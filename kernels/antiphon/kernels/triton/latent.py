@@ -2,7 +2,7 @@
 
 A latent is read once for a few heads, as a key and as a value. Its elements are split in two: as
 many as the largest power of two, and the rest, so that a latent of 512 with a position of 64 needs
-no padding. Those of 8 bits become numbers of the queries' dtype in registers.
+no padding. Those of 8 bits are read twice, and become numbers of the queries' dtype in registers.
 
 Axes: T tokens, Q query heads, D elements of a latent with its position, N tiles, P parts of heads,
 S splits, M queries of a tile times heads of a part.
@@ -67,6 +67,7 @@ def latent_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Some heads of a tile of a row's queries, over all its latents or a part of them."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -110,9 +111,8 @@ def latent_kernel(
         turned = tl.load(
             pages + cached[:, None] + rest[None, :], mask=there[:, None] & there_rest, other=0.0
         )
-        k, turned = k.to(x.dtype), turned.to(x.dtype)
-        scores = tl.dot(x, tl.trans(k), input_precision="ieee")
-        scores = tl.dot(y, tl.trans(turned), scores, input_precision="ieee") * scale
+        scores = tl.dot(x, tl.trans(k).to(x.dtype), input_precision="ieee")
+        scores = tl.dot(y, tl.trans(turned).to(x.dtype), scores, input_precision="ieee") * scale
         seen = there[None, :] & (key[None, :] <= position[:, None])
         scores = tl.where(seen, scores * 1.4426950408889634, -float("inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
@@ -122,8 +122,25 @@ def latent_kernel(
         weights = tl.exp2(scores - base[:, None])
         mass = mass * shrink + tl.sum(weights, axis=1)
         weights = weights.to(x.dtype)
-        mixed = tl.dot(weights, k, mixed * shrink[:, None], input_precision="ieee")
-        beside = tl.dot(weights, turned, beside * shrink[:, None], input_precision="ieee")
+        if NARROW:
+            # As values, bytes go to the matrix units in another order: what one load has for both
+            # is not copied ahead.
+            k = tl.load(
+                pages + cached[:, None] + column[None, :],
+                mask=there[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            turned = tl.load(
+                pages + cached[:, None] + rest[None, :],
+                mask=there[:, None] & there_rest,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+        mixed = tl.dot(weights, k.to(x.dtype), mixed * shrink[:, None], input_precision="ieee")
+        beside = tl.dot(
+            weights, turned.to(x.dtype), beside * shrink[:, None], input_precision="ieee"
+        )
         peak = higher
     found = tl.where(mass > 0, mass, 1.0)
     if SPLIT > 0:
@@ -263,7 +280,7 @@ def attend(
         splits,
         scale,
         value_scale,
-        # With fewer, registers of latents of 8 bits are kept in memory.
+        # With fewer, registers of latents of 8 bits are kept in memory on sm_90.
         warps=8 if pages.element_size() == 1 else 4,
         stages=2,
         PAGE_TOKENS=shape.page_tokens,
@@ -277,6 +294,7 @@ def attend(
         BLOCK_D=block_d,
         BLOCK_R=max(16, power_of_2(max(1, size - block_d))),
         SPLIT=SPLIT_TOKENS if splits > 1 else 0,
+        NARROW=pages.element_size() == 1,
     )
     if splits > 1:
         launch(

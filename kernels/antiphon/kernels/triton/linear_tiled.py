@@ -38,6 +38,7 @@ def _multiplied(
     place,
     asked,
     used,
+    inputs,
     INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -45,12 +46,12 @@ def _multiplied(
 ):
     """Rows at `source` (M, 1) times weights of outputs at `place` (N, 1): (M, N), in float32."""
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, INPUTS, BLOCK_K):
+    for begin in range(0, inputs, BLOCK_K):
         depth = begin + tl.arange(0, BLOCK_K)
         known = (depth < INPUTS)[None, :]
-        inputs = tl.load(source + depth[None, :], mask=asked[:, None] & known, other=0.0)
+        values = tl.load(source + depth[None, :], mask=asked[:, None] & known, other=0.0)
         part = tl.load(place + depth[None, :], mask=used[:, None] & known, other=0.0)
-        total = tl.dot(inputs, tl.trans(part), total, input_precision="ieee")
+        total = tl.dot(values, tl.trans(part), total, input_precision="ieee")
     return total
 
 
@@ -74,19 +75,20 @@ def linear_kernel(
     asked, used = row < tokens, column < OUTPUTS
     source = x + row.to(tl.int64)[:, None] * INPUTS
     place = weight + column.to(tl.int64)[:, None] * INPUTS
-    total = _multiplied(source, place, asked, used, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
+    total = _multiplied(source, place, asked, used, INPUTS, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
     if BIAS:
         total += tl.load(bias + column, mask=used, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=asked[:, None] & used[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "inputs"])
 def linear_heads_kernel(
     x,
     weight,
     out,
     tokens,
+    inputs,
     ROW: tl.constexpr,
     HEAD: tl.constexpr,
     HEADS: tl.constexpr,
@@ -103,7 +105,8 @@ def linear_heads_kernel(
     asked, used = row < tokens, column < OUTPUTS
     source = x + row.to(tl.int64)[:, None] * ROW + head * HEAD
     place = weight + (head * OUTPUTS + column)[:, None] * INPUTS
-    total = _multiplied(source, place, asked, used, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
+    # A loop over few inputs would be unrolled if their number were a constant.
+    total = _multiplied(source, place, asked, used, inputs, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
     place = out + (row.to(tl.int64) * HEADS + head)[:, None] * OUTPUTS + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=asked[:, None] & used[None, :])
 
@@ -148,6 +151,7 @@ def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
         weight,
         out,
         len(x),
+        inputs,
         stages=4,
         ROW=x.stride(0),
         HEAD=x.stride(1),
