@@ -70,6 +70,9 @@ class _Indexing(TorchFunctionMode):
             tensor, index, value = args
             value = value if isinstance(value, Tensor) else tensor.new_full((), value)
             func, args = Tensor.copy_, (_viewed(tensor, index), value)
+        if func is Tensor.contiguous and not args[0].is_contiguous():
+            with torch._C._AutoDispatchBelowAutograd():
+                return torch.ops.aten.clone.default(*args, memory_format=torch.contiguous_format)
         if func is Tensor.copy_:
             with torch._C._AutoDispatchBelowAutograd():
                 return torch.ops.aten.copy_.default(*args, **(kwargs or {}))

@@ -166,16 +166,17 @@ with sums in it has **yet been run on a GPU**.
 ## FlashInfer
 
 Attention over the KV cache runs on FlashInfer where its package is installed and has its modules
-ahead of time, and on Triton elsewhere; `--attention-backend flashinfer` refuses to start there ([decision 80](decisions/0080-flashinfer-plans-a-step-on-the-host.md)). Nothing is
-compiled or downloaded while serving: the modules that a model needs are loaded when the worker
-starts, and one that is not among those that are built ahead of time is named in the refusal. So
-are other dtypes than {_names(flashinfer.DTYPES)}, and compute capabilities before
+ahead of time, and on Triton elsewhere; `--attention-backend flashinfer` refuses to start there
+([decision 80](decisions/0080-flashinfer-plans-a-step-on-the-host.md)). Nothing is compiled or
+downloaded while serving: the modules that a model needs are loaded when the worker starts, and one
+that is not among those that are built ahead of time is named in the refusal. So are other dtypes
+than {_names(flashinfer.DTYPES)}, and compute capabilities before
 {_capability(flashinfer.SM_MIN)}. Deterministic inference runs on Triton.
 
 The image for GPUs carries modules for {" and ".join(build.CAPABILITIES)}, in bfloat16, for heads of
-{", ".join(map(str, build.HEAD_SIZES))} numbers, with a KV cache of 16 bits or of float8_e4m3fn. Elsewhere they
-come with `flashinfer-jit-cache` of the same version, or are compiled into FlashInfer's package,
-which takes minutes of a core for each and no GPU:
+{", ".join(map(str, build.HEAD_SIZES))} numbers and for latents, with a KV cache of 16 bits or of
+float8_e4m3fn. Elsewhere they come with `flashinfer-jit-cache` of the same version, or are compiled
+into FlashInfer's package, which takes minutes of a core for each and no GPU:
 
 ```sh
 pip install nvidia-cuda-nvcc
