@@ -54,6 +54,8 @@ PREFILLS = (8, 48)
 PAGES = 60
 POSITIONS = 128
 CHUNKS: dict[str, Any] = {"chunk_tokens": 40, "step_tokens_max": 48}
+FETCH_TIMEOUT_S = 1e9
+"""A fetch that is given up is a miss: the seed decides about it, not the load of the machine."""
 
 
 class DrawnStore:
@@ -107,7 +109,9 @@ class StoredLoop(ModelLoop):
     def __init__(self, model: OpenModel, seed: int) -> None:
         super().__init__(model, tree=True, overlap=True, **CHUNKS)
         self._store = DrawnStore(model.codec(), seed)
-        limits = TransferLimits(save_bytes_max=1 << 20, fetch_timeout_s=60.0, fetch_tokens=1)
+        limits = TransferLimits(
+            save_bytes_max=1 << 20, fetch_timeout_s=FETCH_TIMEOUT_S, fetch_tokens=1
+        )
         self.core.batch.use_store(self._store, limits)
 
     def forget(self) -> None:
