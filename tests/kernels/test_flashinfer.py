@@ -285,7 +285,9 @@ LATENT_MUTANTS: list[tuple[str, str, Callable[..., None]]] = [
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "compare"), LATENT_MUTANTS, ids=lambda each: getattr(each, "__name__", each)[:40]
+    ("old", "new", "compare"),
+    LATENT_MUTANTS,
+    ids=lambda each: getattr(each, "__name__", str(each))[:40],
 )
 def test_edits_of_latents_are_found(
     old: str, new: str, compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch

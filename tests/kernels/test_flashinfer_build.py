@@ -83,7 +83,7 @@ def test_without_a_compiler_of_cuda_the_build_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(build.CannotBuild, match="pip install nvidia-cuda-nvcc"):
+    with pytest.raises(build.CannotCompile, match="pip install nvidia-cuda-nvcc"):
         build.lay_out_toolkit(tmp_path)
 
 

@@ -49,7 +49,7 @@ class ModuleSpec(Protocol):
     def build(self) -> None: ...
 
 
-class CannotBuild(Exception):
+class CannotCompile(Exception):
     """Modules cannot be compiled here; the message says what is missing."""
 
 
@@ -64,7 +64,7 @@ def main() -> int:
             for spec in missing(devices(given.capabilities, given.head_sizes, given.cache_dtypes)):
                 sys.stdout.write(f"{build(spec)}\n")
                 sys.stdout.flush()
-    except (CannotBuild, ImportError) as error:
+    except (CannotCompile, ImportError) as error:
         sys.stderr.write(f"FlashInfer's modules are not built: {error}\n")
         return 1
     return 0
@@ -104,12 +104,12 @@ def build(spec: ModuleSpec) -> Path:
     """Compile a module, and put it where FlashInfer looks first.
 
     Raises:
-        CannotBuild: The compiler refuses it.
+        CannotCompile: The compiler refuses it.
     """
     try:
         spec.build()
     except RuntimeError as error:
-        raise CannotBuild(f"{spec.name}: {error}") from error
+        raise CannotCompile(f"{spec.name}: {error}") from error
     spec.aot_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(spec.jit_library_path, spec.aot_path)
     return spec.aot_path
@@ -122,13 +122,13 @@ def lay_out_toolkit(folder: Path) -> Path:
     for which an empty one stands.
 
     Raises:
-        CannotBuild: There is no such wheel, or no compiler of C.
+        CannotCompile: There is no such wheel, or no compiler of C.
     """
     spec = importlib.util.find_spec("nvidia")
     places = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
     found = sorted(each.parent.parent for place in places for each in place.glob("cu*/bin/nvcc"))
     if not found:
-        raise CannotBuild("there is no nvcc (pip install nvidia-cuda-nvcc), nor CUDA_HOME")
+        raise CannotCompile("there is no nvcc (pip install nvidia-cuda-nvcc), nor CUDA_HOME")
     for name in ("bin", "include", "nvvm"):
         (folder / name).symlink_to(found[-1] / name)
     libraries = folder / "lib64"
@@ -152,9 +152,9 @@ def lay_out_toolkit(folder: Path) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise CannotBuild("there is no gcc") from None
+        raise CannotCompile("there is no gcc") from None
     except subprocess.CalledProcessError as error:
-        raise CannotBuild(error.stderr.strip()) from error
+        raise CannotCompile(error.stderr.strip()) from error
     return folder
 
 
