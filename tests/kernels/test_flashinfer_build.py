@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -183,7 +182,8 @@ def test_a_module_is_compiled_without_a_gpu(tmp_path: Path) -> None:
     assert chosen == "flashinfer"
     module = Path(built)
     assert module.is_relative_to(site / "flashinfer" / "data" / "aot")
-    tools = Path(str(importlib.util.find_spec("triton").origin)).parent / "backends/nvidia/bin"
+    triton = importlib.import_module("triton")
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     listed = subprocess.run(
         [str(tools / "cuobjdump"), "--list-elf", str(module)],
         capture_output=True,
