@@ -78,6 +78,17 @@ def test_a_module_that_the_compiler_refuses_ends_the_build_with_its_reason(
     assert said.endswith(": Ninja build failed\n")
 
 
+@pytest.mark.usefixtures("asked")
+def test_nothing_is_built_for_no_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlashInfer reads it, an empty list is malformed."""
+    monkeypatch.setattr(sys, "argv", ["build", "--capabilities"])
+    monkeypatch.setattr(build, "missing", None)
+    assert build.main() == 0
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_a_compiler_of_cuda_the_build_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,7 +376,7 @@ def blocks_of(event: BlocksStored | BlocksRemoved) -> list[bytes]:
 
 
 def blocks_present(log: EventLog) -> list[bytes]:
-    """The blocks that a listener hears of who asks for all that there is."""
+    """The blocks that a subscriber is told of when it asks for all of them."""
     _clear, *stored = log.replay(after=-1)
     return [
         block for event in stored if isinstance(event, BlocksStored) for block in blocks_of(event)

@@ -56,6 +56,8 @@ class CannotCompile(Exception):
 def main() -> int:
     """Build, or say in one line why not. Returns the exit status."""
     given = _arguments()
+    if not given.capabilities:
+        return 0  # FlashInfer cannot be imported for none
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(given.capabilities)
     try:
         with tempfile.TemporaryDirectory() as folder:
