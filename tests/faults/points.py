@@ -52,35 +52,40 @@ class Point(ABC):
 
     @abstractmethod
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
-        """What is done with the message that marks the point, at which `instance` is hit."""
+        """What is done with the message that marks the point; its client is hit.
+
+        That is `instance`, which the member was before, unless another one is it by then.
+        """
 
     async def lead_to(self, site: Site, instance: str) -> None:  # noqa: B027  # most need nothing
         """Do what brings the load to the point."""
 
     async def happen(self, site: Site) -> int:
         instance = await site.strike(self.member)
-        pid, hit = site.pid(instance), asyncio.Event()
+        reached: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
         def rule(message: LinkMessage) -> Action:
-            if hit.is_set():
+            if reached.done():
                 return Action.PASS
             action = self.reached(message, instance)
             if action is not None:
+                pid = site.pid(message.client)
                 os.kill(pid, signal.SIGSTOP if self.frozen_s else signal.SIGKILL)
-                hit.set()
+                reached.set_result((message.client, pid))
             return action or Action.PASS
 
         site.link.rule = rule
         try:
             await self.lead_to(site, instance)
             async with asyncio.timeout(REACHED_S):
-                await hit.wait()
+                hit, pid = await reached
         finally:
             site.link.rule = passes
+        site.struck = (site.struck or set()) | {hit}
         if self.frozen_s:
             await asyncio.sleep(self.frozen_s)
             go_on(pid)
-            site.link.cut(instance)  # of its connection one direction may have ended
+            site.link.cut(hit)  # of its connection one direction may have ended
         return 1
 
 
@@ -115,7 +120,10 @@ class InPrefill(Point):
 
 
 class AfterSeal(Point):
-    """A worker has died, and the leader has what its detokenizer had accepted."""
+    """A worker has died, and the leader has what its detokenizer had accepted.
+
+    On a loaded machine another scheduler may lead by then; only the leader admits.
+    """
 
     at = "after seal, before admit"
 
@@ -123,20 +131,18 @@ class AfterSeal(Point):
         os.kill(site.pid(await site.strike(WORKER)), signal.SIGKILL)
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
-        ours = message.sent and message.client == instance
-        continues = ours and any(admit.continues is not None for admit in _admits(message))
-        return Action.NONE_MORE if continues else None
+        continues = any(admit.continues is not None for admit in _admits(message))
+        return Action.NONE_MORE if message.sent and continues else None
 
 
 class AfterAccept(Point):
-    """The leader has accepted a request, and no worker has it."""
+    """The leader has accepted a request, and no worker has it: whoever leads accepts."""
 
     at = "after accept, before bind"
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
-        accepts = message.sent and message.client == instance
-        accepts = accepts and ".inbox." in message.subject and b"SubmitAccepted" in message.payload
-        return Action.LAST if accepts else None
+        accepts = ".inbox." in message.subject and b"SubmitAccepted" in message.payload
+        return Action.LAST if message.sent and accepts else None
 
 
 class AfterReconnect(Point):
