@@ -58,28 +58,36 @@ INLINE void scores_amx(
     }
 }
 
-// Add values to N squares of sums, 16 dimensions each.
+// Add values to N squares of sums, 16 dimensions each, from `column` on.
 template <int N>
 INLINE void mix_squares(
-    float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
+    float *sums, int64_t column, const bf16 *shares, int64_t steps, AttentionScratch<bf16> &room) {
+    const int64_t width = room.width;
+    BlockPrefetcher &ahead = room.ahead;
+    sums += column;
     const int64_t bytes = width * sizeof(float);
     _tile_loadd(0, sums, bytes);
     if constexpr (N > 1) _tile_loadd(1, sums + AMX_ROWS, bytes);
     if constexpr (N > 2) _tile_loadd(2, sums + 2 * AMX_ROWS, bytes);
     if constexpr (N > 3) _tile_loadd(3, sums + 3 * AMX_ROWS, bytes);
-    for (int64_t step = 0; step < steps; ++step, values += AMX_ROWS * width) {
+    for (int64_t step = 0; step < steps; ++step) {
+        const uint32_t *values = room.head.values[step * AMX_ROWS] + column;
+        ahead.step();
         _tile_loadd(4, shares + step * STEP, KEYS * sizeof(bf16));
         _tile_loadd(6, values, bytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (N > 1) {
+            ahead.step();
             _tile_loadd(7, values + AMX_ROWS, bytes);
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (N > 2) {
+            ahead.step();
             _tile_loadd(6, values + 2 * AMX_ROWS, bytes);
             _tile_dpbf16ps(2, 4, 6);
         }
         if constexpr (N > 3) {
+            ahead.step();
             _tile_loadd(7, values + 3 * AMX_ROWS, bytes);
             _tile_dpbf16ps(3, 4, 7);
         }
@@ -90,18 +98,18 @@ INLINE void mix_squares(
     if constexpr (N > 3) _tile_stored(3, sums + 3 * AMX_ROWS, bytes);
 }
 
-// Add values (steps * SQUARE pairs of keys, width) by their shares (queries, KEYS) to the sums
-// (queries, width) of a tile of queries.
+// Add the block's values by their shares (queries, KEYS) to the sums (queries, width) of a tile of
+// queries.
 INLINE void mix_amx(
-    float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
+    float *sums, const bf16 *shares, int64_t steps, AttentionScratch<bf16> &room) {
     AmxTiles::written();
-    int64_t left = width / AMX_ROWS;
-    for (; left >= 4; left -= 4, sums += 4 * AMX_ROWS, values += 4 * AMX_ROWS)
-        mix_squares<4>(sums, width, shares, values, steps);
-    switch (left) {
-        case 3: mix_squares<3>(sums, width, shares, values, steps); break;
-        case 2: mix_squares<2>(sums, width, shares, values, steps); break;
-        case 1: mix_squares<1>(sums, width, shares, values, steps); break;
+    int64_t column = 0;
+    for (; column + 4 * AMX_ROWS <= room.width; column += 4 * AMX_ROWS)
+        mix_squares<4>(sums, column, shares, steps, room);
+    switch ((room.width - column) / AMX_ROWS) {
+        case 3: mix_squares<3>(sums, column, shares, steps, room); break;
+        case 2: mix_squares<2>(sums, column, shares, steps, room); break;
+        case 1: mix_squares<1>(sums, column, shares, steps, room); break;
         default: break;
     }
     AmxTiles::written();
@@ -144,7 +152,7 @@ static void attend_amx(
         const int64_t here = height;
         if (query + AMX_ROWS < last) height = score(query + AMX_ROWS);
         squares.shape(here, here);
-        mix_amx(sums, room.width, room.shares[0], room.head.value_room, steps);
+        mix_amx(sums, room.shares[0], steps, room);
     }
 }
 

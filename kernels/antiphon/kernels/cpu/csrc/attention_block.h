@@ -142,7 +142,9 @@ template <class T> struct AttentionScratch {
     static int64_t prefetch_steps(const CacheShape &shape, bool widen, int64_t queries) {
         const int64_t words = ceil_div(shape.head_size, WORD_VALUES<T>);
         const int64_t values = BLOCK_KEYS<T> / WORD_VALUES<T>;
-        if (USES_AMX<T>) return ceil_div(words, AMX_ROWS) * (KEYS / LANES);
+        if (USES_AMX<T>)
+            return ceil_div(words, AMX_ROWS) * (KEYS / LANES) +
+                ceil_div(shape.head_size, LANES) * (KEYS / STEP);
         if (shape.format != CacheFormat::model) return widen ? words + values : words;
         const int64_t times = ceil_div(ceil_div(shape.head_size, LANES), TILE_VECTORS);
         return (queries > TILE_QUERIES ? 2 : 1) * (words + times * values);

@@ -68,14 +68,17 @@ template <class T, class K> class BlockReader {
           whole_(call.shape.page_tokens % LANES == 0),
           to_(to) {
         const bool lie = !IN_BYTES<K> || tiles_widen;
-        // Tiles of AMX have whole steps of words, and their values lie one step beside the other.
+        // Tiles of AMX have whole steps of words and of keys.
         keys_lie_ = lie && whole_ && (!USES_AMX<T> || to.words % AMX_ROWS == 0);
-        values_lie_ = lie && !USES_AMX<T> && layout_.head_size % LANES == 0;
+        const bool steps_lie = !USES_AMX<T> || layout_.page_tokens % STEP == 0;
+        values_lie_ = lie && steps_lie && layout_.head_size % LANES == 0;
         to_.key_stride = keys_lie_ ? layout_.tokens : KEYS;
     }
 
     void read(const KeyBlock &block, int64_t head) {
         head_ = head;
+        if constexpr (USES_AMX<T>)
+            for (int i = 0; i < KEYS / VALUES; ++i) to_.values[i] = value_row(i);
         for (int v = block.first_vector(); v < block.vectors(); ++v) {
             read_keys(block, v);
             if (call_.cache.values == nullptr) turn_keys(v);
@@ -151,9 +154,16 @@ template <class T, class K> class BlockReader {
             // Of one that no query attends to there may be no page.
             if (!whole_ && (key + VALUES <= block.from || block.until <= key)) continue;
             const K *from = whole_ ? vector + i * VALUES * size : value_at(block.begin + key);
-            if (values_lie_) to_.values[word] = words_of(from);
+            if (value_lies(block, v)) to_.values[word] = words_of(from);
             else copy_words<T>(from, size, value_row(word));
         }
+    }
+
+    // Of a step of AMX what no query attends to is zero, and so it is copied.
+    bool value_lies(const KeyBlock &block, int v) const {
+        if constexpr (!USES_AMX<T>) return values_lie_;
+        const int first = v * LANES / STEP * STEP;
+        return values_lie_ && block.from <= first && first + STEP <= block.until;
     }
 
     void gather_values(const KeyBlock &block, int v) {
@@ -269,13 +279,15 @@ class BlockPrefetcher {
 
   private:
     static constexpr int64_t LINE = 64;
+    // Into which level: as measured, by the kind of processor (ADR 40).
+    static constexpr auto LEVEL = ANTIPHON_AMX ? _MM_HINT_T1 : _MM_HINT_T0;
 
     int64_t page_lines() const { return ceil_div(layout_.head_numbers() * item_, LINE); }
 
     __attribute__((always_inline)) void ask() {
         for (int64_t i = 0; i < lines_ && left_ > 0; ++i, --left_, --in_page_, at_ += LINE) {
             if (in_page_ == 0) next_page();
-            _mm_prefetch(at_, _MM_HINT_T0);
+            _mm_prefetch(at_, LEVEL);
         }
         // GCC takes a function that does nothing else for one that does nothing.
         __asm__ volatile("" ::: "memory");
