@@ -31,14 +31,14 @@ def best_path(
     Only the longest match is continued. A shorter one has less context, and more continuations: it
     only makes a path longer where the longest match ends, with its text or at the maximum depth.
     """
-    tree = _DraftTree(levels, config)
+    tree = DraftTree(levels, config)
     if (node := tree.root()) is None:
         return []
     if (only := tree.only_continuation(node, tokens_max)) is not None:
         return list(only)
     best = node
     by_probability = config.ngram_match is MatchType.PROB
-    queue: list[tuple[float, int, _DraftNode]] = []
+    queue: list[tuple[float, int, DraftNode]] = []
     grown = 0
     for remaining in range(tokens_max, 0, -1):
         # Breadth first, children wait for the whole queue: no more are made than can be reached.
@@ -55,7 +55,7 @@ def best_path(
 
 
 @dataclass(slots=True, eq=False)
-class _DraftNode:
+class DraftNode:
     """A node of a draft tree.
 
     Attributes:
@@ -73,7 +73,7 @@ class _DraftNode:
     expected: float
 
 
-class _DraftTree:
+class DraftTree:
     """Makes the nodes of a tree from the levels of a context, which are read as they are needed."""
 
     def __init__(self, levels: Iterator[NgramLevel], config: SpeculationConfig) -> None:
@@ -82,20 +82,20 @@ class _DraftTree:
         self._config = config
         self._longest = 0
 
-    def root(self) -> _DraftNode | None:
+    def root(self) -> DraftNode | None:
         if (level := self._level(0)) is None:
             return None
         self._longest = level.longest
-        return _DraftNode((), 0, level.matches, 1.0, 0.0)
+        return DraftNode((), 0, level.matches, 1.0, 0.0)
 
-    def only_continuation(self, root: _DraftNode, tokens_max: int) -> tuple[int, ...] | None:
+    def only_continuation(self, root: DraftNode, tokens_max: int) -> tuple[int, ...] | None:
         """The path of a tree without a branch: that of most contexts with a long match."""
         first = root.matches[0].continuation
         if len(first) < tokens_max or self._levels[0].width + tokens_max > self._config.ngram_depth:
             return None
         return first if all(match.continuation == first for match in root.matches) else None
 
-    def children(self, node: _DraftNode) -> Iterator[_DraftNode]:
+    def children(self, node: DraftNode) -> Iterator[DraftNode]:
         depth = len(node.path)
         context_max = self._config.ngram_depth - 1 - depth
         index, matches = self._continuing(node, context_max)
@@ -112,7 +112,7 @@ class _DraftTree:
         total = sum(counts[token] for token in tokens)
         for token in tokens:
             probability = node.probability * (counts[token] / total)
-            yield _DraftNode(
+            yield DraftNode(
                 (*node.path, token),
                 index,
                 [match for match in matches if match.continuation[depth] == token],
@@ -135,7 +135,7 @@ class _DraftTree:
         span = config.ngram_breadth_max - config.ngram_breadth_min
         return config.ngram_breadth_max + -context * span // context_max  # rounded down
 
-    def _continuing(self, node: _DraftNode, context_max: int) -> tuple[int, list[NgramMatch]]:
+    def _continuing(self, node: DraftNode, context_max: int) -> tuple[int, list[NgramMatch]]:
         """The first level with matches that continue after the path, and these matches."""
         depth, index, matches = len(node.path), node.level, node.matches
         while (level := self._level(index)) is not None:
