@@ -32,6 +32,8 @@ static constexpr int ROOM_QUERIES = TILE_QUERIES > AMX_ROWS ? TILE_QUERIES : AMX
 // Below any score, and still finite, so that what was never seen has no weight and no NaN.
 static constexpr float LOWEST = -1e30f;
 static constexpr float LOG2_E = 1.44269504088896341f;
+// Of two: less than this power of it is no normal number.
+static constexpr float LEAST_POWER = -125.0f;
 
 // Positions of a row, [from, until).
 struct PositionRange {
@@ -91,8 +93,10 @@ template <class T> struct AttentionScratch {
     int64_t square_words;          // words of a head, whole steps of AMX
     bool widen;                    // whether tiles widen what is in eight bits
     BlockPrefetcher ahead;
-    alignas(64) float scores[ROOM_QUERIES][KEYS];
-    alignas(64) T shares[ROOM_QUERIES][KEYS];
+    // On AMX, a tile of queries has the one side, and those before and after it the other.
+    static constexpr int SIDES = USES_AMX<T> ? 2 : 1;
+    alignas(64) float scores[SIDES][ROOM_QUERIES][KEYS];
+    alignas(64) T shares[SIDES][ROOM_QUERIES][KEYS];
 
     AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
         : queries(task.queries * call.shape.queries_per_head),
@@ -221,23 +225,26 @@ INLINE F32 unseen_outside(int from, int until) {
     return add(load(EDGES + LANES - clamp(from)), load(EDGES + 2 * LANES - clamp(until)));
 }
 
-// 2^x for x <= 0, within 2 units in the last place of a float; or within 1e-4 of itself, a fortieth
-// of a unit of bf16, if it will be one. Of 0 it is 1, and a NaN stays one. Below 2^-125 it is zero:
-// what is no longer a normal number would take a hundred times as long.
-template <class T = float> INLINE F32 power_of_two(F32 x) {
-    const F32 least = splat(-125.0f), within = max(least, x);
+// 2^x for x <= 0, within 2 units in the last place of a float. Of 0 it is 1, and a NaN stays one.
+// Below 2^-125 it is zero: what is no longer a normal number would take a hundred times as long.
+INLINE F32 power_of_two(F32 x) {
+    const F32 least = splat(LEAST_POWER), within = max(least, x);
     const F32 n = round_even(within), r = sub(within, n);
-    F32 p;
-    if constexpr (std::is_same_v<T, bf16>) {
-        p = fma(splat(5.50089367e-2f), r, splat(2.42210969e-1f));
-        p = fma(p, r, splat(6.93282902e-1f));
-    } else {
-        p = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
-        p = fma(p, r, splat(5.5504109e-2f));
-        p = fma(p, r, splat(2.4022651e-1f));
-        p = fma(p, r, splat(6.9314718e-1f));
-    }
+    F32 p = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
+    p = fma(p, r, splat(5.5504109e-2f));
+    p = fma(p, r, splat(2.4022651e-1f));
+    p = fma(p, r, splat(6.9314718e-1f));
     return zero_below(x, least, scale_by_power(fma(p, r, splat(1.0f)), n));
+}
+
+// A key's weight, 2^x for x <= 0, as it will be multiplied: for bf16 within 9e-5 of itself, a fortieth
+// of a unit, and 2^-125 for what is less. Of 0 it is 1, and a NaN stays one.
+template <class T> INLINE F32 weight_of(F32 x) {
+    if constexpr (!std::is_same_v<T, bf16>) return power_of_two(x);
+    const F32 within = max(splat(LEAST_POWER), x), r = fraction(within);
+    F32 p = fma(splat(7.706706e-2f), r, splat(2.2764498e-1f));
+    p = fma(p, r, splat(6.9511679e-1f));
+    return scale_by_floor(fma(p, r, splat(1.0f)), within);
 }
 
 // Call `body` with a number of vectors, 1 .. KEY_VECTORS, as a constant.
@@ -265,34 +272,34 @@ struct ScoreScale {
 };
 
 // One query's scores in V vectors become its keys' weights, rounded as they will be multiplied, while
-// their sum is not. `top` and `mass` are its running maximum, in powers of two, and sum. Returns what
-// becomes of all that was summed under the old maximum.
+// their sum is not. `top` is its running maximum, in powers of two. Returns the sum of the weights.
 template <class T, int V>
 INLINE float softmax_weights(
-    const float *scores, const ScoreScale &scale, int from, int until, float &top, float &mass,
-    T *shares) {
+    const float *scores, const ScoreScale &scale, int from, int until, float &top, T *shares) {
+    const auto at_edge = [&](int v) { return from > v * LANES || until < (v + 1) * LANES; };
     F32 score[V], most = splat(LOWEST);
     for (int v = 0; v < V; ++v) {
         score[v] = scale(load(scores + v * LANES));
-        if (from > v * LANES || until < (v + 1) * LANES) {
+        if (at_edge(v)) {
             // Those of no key may be anything, a NaN too.
             const F32 unseen = unseen_outside(from - v * LANES, until - v * LANES);
             score[v] = where_negative(unseen, unseen, score[v]);
         }
         most = max(most, score[v]);
     }
-    const float before = top, highest = reduce_max(most) * scale.factor;
-    const float after = highest > before ? highest : before;
-    F32 total = zeros();
+    const float highest = reduce_max(most) * scale.factor;
+    if (highest > top) top = highest;
+    F32 total = zeros(), before = zeros();
     for (int v = 0; v < V; ++v) {
-        const F32 share = power_of_two<T>(fma(score[v], splat(scale.factor), splat(-after)));
-        store(shares + v * LANES, share);
+        const F32 x = fma(score[v], splat(scale.factor), splat(-top));
+        F32 share = weight_of<T>(x);
+        if (at_edge(v)) share = zero_below(x, splat(LEAST_POWER), share);
         total = add(total, share);
+        if (v % 2) store_two(shares + (v - 1) * LANES, before, share);
+        else if (v + 1 == V) store(shares + v * LANES, share);
+        before = share;
     }
-    const float kept = before == after ? 1.0f : lane_0(power_of_two(splat(before - after)));
-    top = after;
-    mass = mass * kept + sum(total);
-    return kept;
+    return sum(total);
 }
 
 // Where the `index`-th of the task's queries begins.
@@ -303,23 +310,36 @@ INLINE const T *query_at(const AttentionCall &call, const AttentionTask &task, i
     return q + (task.head * group + index % group) * call.shape.head_size;
 }
 
-// The scores (queries, KEYS) of some queries, from `first` of the task's on, become weights; `kept` is what becomes of what each has summed.
-template <class T>
+// The scores (queries, KEYS) of some queries, from `first` of the task's on, become weights; `kept` is
+// what becomes of what each has summed. Other units work meanwhile: `beside(r)` is called after each.
+template <class T, class Beside>
 INLINE void softmax_weights_all(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
-    const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept) {
+    const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept,
+    Beside &&beside) {
     const int64_t group = call.shape.queries_per_head;
     const ScoreScale scale(call);
+    alignas(64) float before[ROOM_QUERIES], added[ROOM_QUERIES];
+    std::memcpy(before, top, queries * sizeof(float));
+    int64_t position = task.position + first / group, left = group - first % group;
     for (int r = 0; r < queries; ++r, scores += KEYS, shares += KEYS) {
-        const PositionRange all = seen_from(call, task, task.position + (first + r) / group);
+        const PositionRange all = seen_from(call, task, position);
+        if (--left == 0) {
+            left = group;
+            ++position;
+        }
         const int64_t seen = all.until - block.begin, unseen = all.from - block.begin;
         const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
         const auto weigh_in = [&](auto vectors) {
-            return softmax_weights<T, vectors>(scores, scale, from, until, top[r], mass[r], shares);
+            return softmax_weights<T, vectors>(scores, scale, from, until, top[r], shares);
         };
-        kept[r] = by_vectors(block.vectors(), weigh_in);
+        added[r] = by_vectors(block.vectors(), weigh_in);
+        beside(r);
     }
+    const F32 old = power_of_two(sub(load(before, queries), load(top, queries)));
+    store(kept, old, queries);
+    store(mass, add(mul(load(mass, queries), old), load(added, queries)), queries);
 }
 
 // R queries, from `first` of the task's on, meet a block whose words are kept as K.
@@ -343,16 +363,16 @@ static void attend_tile(
             return words_after<T, K>(keys[i], word * stride);
         });
         for (int r = 0; r < R; ++r)
-            for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
+            for (int i = 0; i < count; ++i) store(room.scores[0][r] + (v + i) * LANES, acc[r][i]);
     });
 
     float kept[R];
     softmax_weights_all(
-        call, task, first, R, block, room.scores[0], room.sums.top + first, room.sums.mass + first,
-        room.shares[0], kept);
+        call, task, first, R, block, room.scores[0][0], room.sums.top + first,
+        room.sums.mass + first, room.shares[0][0], kept, [](int) {});
 
     const int64_t begin = block.from / WORD_VALUES<T>, end = ceil_div(block.until, WORD_VALUES<T>);
-    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]) + begin;
+    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[0][r]) + begin;
     in_tiles<VECTORS>(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];
         float *sums = room.sums.values + first * room.width + v * LANES;

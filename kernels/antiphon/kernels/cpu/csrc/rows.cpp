@@ -12,7 +12,7 @@
 namespace {
 
 // Queries times query heads of a task: enough that laying out a block of keys costs little.
-constexpr int64_t TASK_QUERIES = 96;
+constexpr int64_t TASK_QUERIES = 192;
 
 // And a multiple of the tiles' heights, where there are enough.
 constexpr int64_t EVEN_QUERIES = 16;

@@ -54,9 +54,13 @@ INLINE F32 magnitude_max(F32 a, F32 b) {
     return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), bits))};
 }
 INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+// How much more a number is than the next whole one below.
+INLINE F32 fraction(F32 a) { return {_mm512_reduce_ps(a.v, 1)}; }
 
 // x * 2^n, n integral, down to zero and up to infinity.
 INLINE F32 scale_by_power(F32 x, F32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// x * 2^floor(a).
+INLINE F32 scale_by_floor(F32 x, F32 a) { return {_mm512_scalef_ps(x.v, a.v)}; }
 // Zero where x is below a limit, else y; of a NaN, y.
 INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
@@ -101,6 +105,11 @@ INLINE __m256i narrow(F32 a) {
 INLINE void store(bf16 *p, F32 a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrow(a));
 }
+#if ANTIPHON_BF16
+INLINE void store_two(bf16 *p, F32 a, F32 b) {
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+}
+#endif
 INLINE void store(bf16 *p, F32 a, int count) {
     _mm256_mask_storeu_epi16(p, first(count), narrow(a));
 }
@@ -242,6 +251,9 @@ INLINE F32 magnitude_max(F32 a, F32 b) {
     return {magnitude_max(a.lo, b.lo), magnitude_max(a.hi, b.hi)};
 }
 INLINE F32 round_even(F32 a) { return {_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
+INLINE F32 round_down(F32 a) { return {_mm256_round_ps(a.lo, 9), _mm256_round_ps(a.hi, 9)}; }
+// How much more a number is than the next whole one below.
+INLINE F32 fraction(F32 a) { return sub(a, round_down(a)); }
 
 INLINE __m256 power(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
@@ -256,6 +268,8 @@ INLINE __m256 scale_by_power(__m256 x, __m256 n) {
 INLINE F32 scale_by_power(F32 x, F32 n) {
     return {scale_by_power(x.lo, n.lo), scale_by_power(x.hi, n.hi)};
 }
+// x * 2^floor(a).
+INLINE F32 scale_by_floor(F32 x, F32 a) { return scale_by_power(x, round_down(a)); }
 // Zero where x is below a limit, else y; of a NaN, y.
 INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
     return {
@@ -434,6 +448,17 @@ INLINE F32 exponential(F32 x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     return scale_by_power(add(fma(p, mul(r, r), r), splat(1.0f)), n);
+}
+
+#if !ANTIPHON_BF16
+INLINE void store_two(bf16 *p, F32 a, F32 b) {
+    store(p, a);
+    store(p + LANES, b);
+}
+#endif
+INLINE void store_two(float *p, F32 a, F32 b) {
+    store(p, a);
+    store(p + LANES, b);
 }
 
 // A float as the number format T keeps it.
