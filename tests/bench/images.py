@@ -5,7 +5,8 @@ The model has the parts of a LLaVA, small: a tower of 12 layers of 384 and 576 t
 4 layers of text. Each image is new, and each answer is one token: what is measured is the way of
 an image. Expected of a new image: 30 GFLOP in the tower (22 M parameters, 576 tokens), 0.3 s of a
 core in float32; 7 ms to decode 448 x 448 pixels, 150 ms for 8.3 million; 0.9 MB of embedding, less
-than a millisecond. An encoder has an even share of the cores beside the worker: one of two.
+than a millisecond. An encoder has an even share of the cores beside the worker: one of two. Texts
+are measured beside an encoder in the worker's process, too, where both have all cores.
 
     python -m tests.bench.images
     python -m tests.bench.images --rounds 1 --json FILE
@@ -22,6 +23,7 @@ import re
 import shutil
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from tests.support.llava import write_llava
 from tests.system.stack import Stack, read, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 ROUNDS = 5
@@ -287,31 +289,42 @@ def _rows(
         yield measured("ratio", ratios, case=load.title, arm=arm, against=other, by_round=True)
 
 
-def measure_texts(stack: Stack, arm: str, rounds: int) -> Iterator[Measurement]:
+def measure_texts(stacks: Mapping[str, Stack], rounds: int) -> Iterator[Measurement]:
+    """Measure texts alone and beside images, of all stacks in turn."""
     source, numbers = pictures(1024, 1024), count()
-    alone: list[float] = []
-    beside: list[float] = []
+    alone: dict[str, list[float]] = {arm: [] for arm in stacks}
+    beside: dict[str, list[float]] = {arm: [] for arm in stacks}
     for _ in range(rounds):
-        images = [body(stack, "What?", [each]) for each in islice(source, IMAGES_BESIDE)]
-        alone += asyncio.run(texts_beside(stack, (), numbers))
-        beside += asyncio.run(texts_beside(stack, images, numbers))
+        for arm, stack in stacks.items():
+            images = [body(stack, "What?", [each]) for each in islice(source, IMAGES_BESIDE)]
+            alone[arm] += asyncio.run(texts_beside(stack, (), numbers))
+            beside[arm] += asyncio.run(texts_beside(stack, images, numbers))
     case = f"while {CLIENTS} clients send new images of 1,024 x 1,024"
-    yield measured("text_first_token_ms", alone, case="alone", arm=arm)
-    yield measured("text_first_token_ms", beside, case=case, arm=arm)
+    for arm in stacks:
+        yield measured("text_first_token_ms", alone[arm], case="alone", arm=arm)
+        yield measured("text_first_token_ms", beside[arm], case=case, arm=arm)
 
 
 def main() -> None:
     given = arguments(description=__doc__, rounds=ROUNDS, file="images.json").parse_args()
     folder, rows = made_model(), list[Measurement]()
     transformers = Transformers(folder, os.cpu_count() or 1)
+    serve = partial(
+        serving,
+        *("--model-path", str(folder), "--served-model-name", "small", "--dtype", "float32"),
+        "--supervisor-encoders",
+    )
     for encoders in ENCODERS:
         arm = f"{encoders} encoder" + "s" * (encoders > 1)
-        with serving(
-            *("--model-path", str(folder), "--served-model-name", "small", "--dtype", "float32"),
-            *("--supervisor-encoders", str(encoders)),
-        ) as stack:
+        with serve(str(encoders)) as stack:
             rows += measure(stack, arm, given.rounds, transformers if encoders == 1 else None)
-            rows += measure_texts(stack, arm, given.rounds)
+    with (
+        serve("1") as apart,
+        serve("2") as two,
+        serve("0", program="tests.bench.joint_process") as joint,
+    ):
+        stacks = {"1 encoder": apart, "2 encoders": two, "in the worker's process": joint}
+        rows += measure_texts(stacks, given.rounds)
     setup = {"clients": CLIENTS, "rounds": given.rounds}
     report(here("images", setup, rows), given.json)
 

@@ -163,7 +163,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 @contextmanager
 def serving(
-    *arguments: str, python: str = sys.executable, environment: dict[str, str] | None = None
+    *arguments: str,
+    python: str = sys.executable,
+    program: str = "antiphon.cli.main",
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Stack]:
     """Run `antiphon serve` on any free port until left, then stop it as Ctrl-C does.
 
@@ -172,7 +175,7 @@ def serving(
     """
     began = time.monotonic()
     process = subprocess.Popen(
-        [python, "-um", "antiphon.cli.main", "serve", *_own_ports(arguments), *arguments],
+        [python, "-um", program, "serve", *_own_ports(arguments), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -181,7 +181,7 @@ def images(summary: Summary) -> Iterable[str]:
             if summary.find("tower_ms", case=case, arm=arm) is not None
         ),
     )
-    yield "\nTimes to the first token of short texts, in ms:\n\n"
+    yield "\nTimes to the first token of short texts, in ms, by where encoders run:\n\n"
     yield markdown(
         ("", "p50", "p99"),
         (
