@@ -23,7 +23,7 @@ CPU_FILL_TOKENS = 256
 core with bf16 instructions, 128 tokens reach 88 %, 256 98 % and 512 97 % of the rate of 1,024."""
 TILES_CHUNK_TOKENS = 1024
 """With bf16 tiles (AMX) prompts of 1,024 to 7,000 tokens took 3 to 10 % less time than in chunks of
-512, in chunks of 2,048 and 4,096 as long, and a chunk of 1,024 half as long as one of 512 without."""
+512, and in chunks of 2,048 and 4,096 as long; a chunk takes half as long as one of 512 without."""
 TILES_FILL_TOKENS = 1024
 """The same for a CPU with bf16 tiles (AMX), which computes faster but reads the weights no faster:
 with the same model and prompts of 128 tokens, 1 prompt reaches 67 %, 2 reach 80 %, 4 reach 87 % and
