@@ -144,6 +144,7 @@ bench-embeddings: setup  ## Vectors over HTTP against transformers' sorted batch
 
 bench-images: setup  ## Images in chats: rates, where their time goes, texts beside them; ARGS='--rounds 1'
 	$(BIN)/python -m tests.bench.images $(ARGS)
+	$(BIN)/python -m tests.bench.texts_beside_images
 	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'

@@ -1,12 +1,11 @@
 """Images in chats over HTTP: rates by size and number of encoders, where the time of a new image
-goes, texts beside images, and transformers in one process.
+goes, and transformers in one process.
 
 The model has the parts of a LLaVA, small: a tower of 12 layers of 384 and 576 tokens an image, and
 4 layers of text. Each image is new, and each answer is one token: what is measured is the way of
 an image. Expected of a new image: 30 GFLOP in the tower (22 M parameters, 576 tokens), 0.3 s of a
 core in float32; 7 ms to decode 448 x 448 pixels, 150 ms for 8.3 million; 0.9 MB of embedding, less
-than a millisecond. An encoder has an even share of the cores beside the worker: one of two. Texts
-are measured beside an encoder in the worker's process, too, where both have all cores.
+than a millisecond. An encoder has an even share of the cores beside the worker: one of two.
 
     python -m tests.bench.images
     python -m tests.bench.images --rounds 1 --json FILE
@@ -23,8 +22,7 @@ import re
 import shutil
 import time
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -33,10 +31,11 @@ from PIL import Image
 from tests.bench.models import CACHE
 from tests.bench.summary import Measurement, arguments, here, measured, report
 from tests.support.llava import write_llava
-from tests.system.stack import Stack, read, serving
+from tests.system.stack import PROGRAM, Stack, read, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 ROUNDS = 5
@@ -67,8 +66,6 @@ TIMES = {
     "transfer": ("worker", "embedding_fetch_seconds"),
 }
 """Parts of the way of an image: which service measures them, and in which histogram."""
-TEXTS, IMAGES_BESIDE = 20, 80
-"""Texts of a round, and images that are sent beside them at most."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,15 @@ def made_model() -> Path:
         write_llava(folder, VISION, TEXT)
         (folder / "ready").touch()
     return folder
+
+
+def serve_small(encoders: int, program: str = PROGRAM) -> AbstractContextManager[Stack]:
+    """A stack of the model with so many encoders of their own."""
+    return serving(
+        *("--model-path", str(made_model()), "--served-model-name", "small", "--dtype", "float32"),
+        *("--supervisor-encoders", str(encoders)),
+        program=program,
+    )
 
 
 def pictures(width: int, height: int) -> Iterator[bytes]:
@@ -202,32 +208,6 @@ async def play(stack: Stack, load: Load, source: Iterator[bytes]) -> Round:
     return Round(images / seconds, [1000 * each for each in times], parts_ms)
 
 
-async def texts_beside(
-    stack: Stack, images: Sequence[bytes], numbers: Iterator[int]
-) -> list[float]:
-    """Times to the only token of texts in ms, while other clients send bodies with images.
-
-    Raises:
-        AssertionError: The images ended before the texts.
-    """
-    times: list[float] = []
-    left = iter(images)
-
-    async def send_images() -> None:
-        for data in left:
-            await ask(session, stack, data)
-
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-        senders = [group.create_task(send_images()) for _ in range(CLIENTS if images else 0)]
-        for number in islice(numbers, TEXTS):
-            asked = body(stack, f"{number}: say how you are.")
-            times.append(1000 * await ask(session, stack, asked))
-        assert not any(each.done() for each in senders), "too few images"
-        for each in senders:
-            each.cancel()
-    return times
-
-
 class Transformers:
     """The model in this process: pixels by its own processor, and one token."""
 
@@ -289,42 +269,14 @@ def _rows(
         yield measured("ratio", ratios, case=load.title, arm=arm, against=other, by_round=True)
 
 
-def measure_texts(stacks: Mapping[str, Stack], rounds: int) -> Iterator[Measurement]:
-    """Measure texts alone and beside images, of all stacks in turn."""
-    source, numbers = pictures(1024, 1024), count()
-    alone: dict[str, list[float]] = {arm: [] for arm in stacks}
-    beside: dict[str, list[float]] = {arm: [] for arm in stacks}
-    for _ in range(rounds):
-        for arm, stack in stacks.items():
-            images = [body(stack, "What?", [each]) for each in islice(source, IMAGES_BESIDE)]
-            alone[arm] += asyncio.run(texts_beside(stack, (), numbers))
-            beside[arm] += asyncio.run(texts_beside(stack, images, numbers))
-    case = f"while {CLIENTS} clients send new images of 1,024 x 1,024"
-    for arm in stacks:
-        yield measured("text_first_token_ms", alone[arm], case="alone", arm=arm)
-        yield measured("text_first_token_ms", beside[arm], case=case, arm=arm)
-
-
 def main() -> None:
     given = arguments(description=__doc__, rounds=ROUNDS, file="images.json").parse_args()
-    folder, rows = made_model(), list[Measurement]()
-    transformers = Transformers(folder, os.cpu_count() or 1)
-    serve = partial(
-        serving,
-        *("--model-path", str(folder), "--served-model-name", "small", "--dtype", "float32"),
-        "--supervisor-encoders",
-    )
+    rows = list[Measurement]()
+    transformers = Transformers(made_model(), os.cpu_count() or 1)
     for encoders in ENCODERS:
         arm = f"{encoders} encoder" + "s" * (encoders > 1)
-        with serve(str(encoders)) as stack:
+        with serve_small(encoders) as stack:
             rows += measure(stack, arm, given.rounds, transformers if encoders == 1 else None)
-    with (
-        serve("1") as apart,
-        serve("2") as two,
-        serve("0", program="tests.bench.joint_process") as joint,
-    ):
-        stacks = {"1 encoder": apart, "2 encoders": two, "in the worker's process": joint}
-        rows += measure_texts(stacks, given.rounds)
     setup = {"clients": CLIENTS, "rounds": given.rounds}
     report(here("images", setup, rows), given.json)
 

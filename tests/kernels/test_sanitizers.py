@@ -19,8 +19,9 @@ SANITIZERS = (
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     # What is watched is compiled in a third of the time by fewer optimizations.
     *("-O1", "-fno-omit-frame-pointer", "-g1"),
-    # Operands are read at any address, by instructions that allow it.
-    "-fno-sanitize=alignment",
+    # Operands are read at any address, by instructions that allow it; and what is no object, or too
+    # small a one, is what AddressSanitizer finds.
+    "-fno-sanitize=alignment,null,object-size,vptr",
 )
 
 ELSEWHERE = ("ahead_of_time", "build", "fake_steps", "flashinfer", "triton", "worker_launches")

@@ -36,6 +36,7 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 FIRST_PORT = 20_000
 POLL_S = 0.05
+PROGRAM = "antiphon.cli.main"
 READY = re.compile(r"API (https?://\S+)/v1 · model (\S+) · NATS (\S+) · logs (\S+)")
 SERVICES = (
     "gateway-0",
@@ -165,7 +166,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 def serving(
     *arguments: str,
     python: str = sys.executable,
-    program: str = "antiphon.cli.main",
+    program: str = PROGRAM,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Stack]:
     """Run `antiphon serve` on any free port until left, then stop it as Ctrl-C does.

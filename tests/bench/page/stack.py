@@ -64,6 +64,14 @@ transformers in one process on the same files. Times are in ms, of an image or o
 first token (median), and, as means, to fetch the image from the gateway, to decode and resize it,
 in tower and projector, and to fetch the embedding. Medians of {rounds} rounds.
 """
+TEXTS_BESIDE_HEAD = """
+### Texts beside images
+
+Short texts wait for their only token, in ms, while {clients} other clients send images of
+1,024 x 1,024 that are new: with encoders in processes of their own, as everywhere, and with one in
+the worker's process, in turn. Each text of {rounds} rounds counts:
+[tests/bench/texts_beside_images.py](../tests/bench/texts_beside_images.py).
+"""
 IMAGE_PARTS = ("fetch", "decode", "tower", "transfer")
 SOAK_HEAD = """
 ## Ten minutes of random load
@@ -181,14 +189,14 @@ def images(summary: Summary) -> Iterable[str]:
             if summary.find("tower_ms", case=case, arm=arm) is not None
         ),
     )
-    yield "\nTimes to the first token of short texts, in ms, by where encoders run:\n\n"
+
+
+def texts_beside(summary: Summary) -> Iterable[str]:
+    yield TEXTS_BESIDE_HEAD.format_map(summary.setup) + "\n"
+    yield f"{machine_line(summary)}.\n\n"
     yield markdown(
-        ("", "p50", "p99"),
-        (
-            (f"{row.case}: {row.arm}", f"{row:.0f}", f"{row.p99 or row.most:.0f}")
-            for row in summary.rows
-            if row.quantity == "text_first_token_ms"
-        ),
+        ("", "encoder", "p50", "p99"),
+        ((row.case, row.arm, f"{row:.0f}", f"{row.p99 or row.most:.0f}") for row in summary.rows),
     )
 
 

@@ -46,6 +46,7 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
     ("bodies", stack.large_bodies),
     ("embeddings", stack.embeddings),
     ("images", stack.images),
+    ("texts-beside-images", stack.texts_beside),
     ("soak", stack.soaked),
 )
 """The files below the peers' tables, in the order of the page."""

@@ -82,6 +82,8 @@ def test_what_the_operator_left_open_is_decided() -> None:
 def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
     device = replace(DEVICE, arithmetic={"isa": "amx"})
     assert decide(device).fill_tokens.value == 1024
+    assert decide(device).chunk_tokens.value == 1024
+    assert decide(device, batching__tokens_max="300").chunk_tokens.value == 300
     assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
 
