@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from tests.system.stack import Stack
 
 ROUNDS = 5
-TEXTS, IMAGES = 20, 80
+TEXTS, IMAGES = 60, 80
 """Texts of a round, and images that are sent beside them at most."""
+PAUSE_S = 0.05
+"""Between an answer and the next text: they meet all that happens to an image, several times."""
 
 
 async def texts_beside(
@@ -38,15 +40,19 @@ async def texts_beside(
         AssertionError: The images ended before the texts.
     """
     times: list[float] = []
-    left = iter(images)
+    left, answered = iter(images), asyncio.Event()
 
     async def send_images() -> None:
         for data in left:
             await ask(session, stack, data)
+            answered.set()
 
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         senders = [group.create_task(send_images()) for _ in range(CLIENTS if images else 0)]
+        if senders:
+            await answered.wait()
         for number in islice(numbers, TEXTS):
+            await asyncio.sleep(PAUSE_S)
             asked = body(stack, f"{number}: say how you are.")
             times.append(1000 * await ask(session, stack, asked))
         assert not any(each.done() for each in senders), "too few images"
