@@ -110,6 +110,8 @@ static void attend_kept_as(
     AttentionScratch<T> room(scratch, call, task);
     BlockReader<T, K> reader(call, task, room.head, room.widen);
     AmxTiles squares;
+    // Tiles that compute with a block for long are held up more by what is asked for than helped.
+    const bool asks = !USES_AMX<T> || room.queries <= AMX_ROWS;
     AttentionTask one = task;  // a head of the task
     if constexpr (USES_AMX<T>) {
         if (task.heads == 1) gather_queries(call, task, room);
@@ -125,10 +127,12 @@ static void attend_kept_as(
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t i = 0; i < task.heads; ++i) {
             one.head = static_cast<int32_t>(task.head + i);
-            if (i + 1 < task.heads) room.ahead.begin(task, block, one.head + 1);
-            else if (next.until > 0) room.ahead.begin(task, next, task.head);
-            else if (following)
-                room.ahead.begin(*following, first_block<T>(call, *following), following->head);
+            if (asks) {
+                if (i + 1 < task.heads) room.ahead.begin(task, block, one.head + 1);
+                else if (next.until > 0) room.ahead.begin(task, next, task.head);
+                else if (following)
+                    room.ahead.begin(*following, first_block<T>(call, *following), following->head);
+            }
             reader.read(block, one.head);
             room.sums = room.all.from(i * room.rows, room.width);
             if constexpr (USES_AMX<T>) {

@@ -93,10 +93,11 @@ template <class T> struct AttentionScratch {
     int64_t square_words;          // words of a head, whole steps of AMX
     bool widen;                    // whether tiles widen what is in eight bits
     BlockPrefetcher ahead;
-    // On AMX, a tile of queries has the one side, and those before and after it the other.
-    static constexpr int SIDES = USES_AMX<T> ? 2 : 1;
-    alignas(64) float scores[SIDES][ROOM_QUERIES][KEYS];
-    alignas(64) T shares[SIDES][ROOM_QUERIES][KEYS];
+    alignas(64) float scores[ROOM_QUERIES][KEYS];
+
+    // A query's shares take the place of its scores: with more room, the keys and values of a block
+    // would leave the first-level cache of a core with AMX.
+    T *shares_of(int64_t query) { return reinterpret_cast<T *>(scores[query]); }
 
     AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
         : queries(task.queries * call.shape.queries_per_head),
@@ -248,7 +249,7 @@ template <class T> INLINE F32 weight_of(F32 x) {
 }
 
 // Call `body` with a number of vectors, 1 .. KEY_VECTORS, as a constant.
-template <int V = KEY_VECTORS, class Body> INLINE float by_vectors(int vectors, Body &&body) {
+template <int V = KEY_VECTORS, class Body> INLINE auto by_vectors(int vectors, Body &&body) {
     if constexpr (V > 1)
         if (vectors < V) return by_vectors<V - 1>(vectors, body);
     return body(std::integral_constant<int, V>());
@@ -271,35 +272,52 @@ struct ScoreScale {
     }
 };
 
-// One query's scores in V vectors become its keys' weights, rounded as they will be multiplied, while
-// their sum is not. `top` is its running maximum, in powers of two. Returns the sum of the weights.
-template <class T, int V>
-INLINE float softmax_weights(
-    const float *scores, const ScoreScale &scale, int from, int until, float &top, T *shares) {
-    const auto at_edge = [&](int v) { return from > v * LANES || until < (v + 1) * LANES; };
-    F32 score[V], most = splat(LOWEST);
+// What a query sees of a block, [from, until).
+struct SeenKeys {
+    int from, until;
+
+    bool cuts(int vector) const { return from > vector * LANES || until < (vector + 1) * LANES; }
+};
+
+// The greatest of a query's scores in V vectors, by lanes. PLAIN: it sees all of the block, and nothing
+// caps its scores; else they are capped, and those of what it does not see are put out.
+template <int V, bool PLAIN>
+INLINE F32 greatest_score(float *scores, const ScoreScale &scale, SeenKeys seen) {
+    F32 most = splat(LOWEST);
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-        score[v] = scale(load(scores + v * LANES));
-        if (at_edge(v)) {
-            // Those of no key may be anything, a NaN too.
-            const F32 unseen = unseen_outside(from - v * LANES, until - v * LANES);
-            score[v] = where_negative(unseen, unseen, score[v]);
+        F32 score = load(scores + v * LANES);
+        if constexpr (!PLAIN) {
+            score = scale(score);
+            if (seen.cuts(v)) {
+                // Those of no key may be anything, a NaN too.
+                const F32 unseen = unseen_outside(seen.from - v * LANES, seen.until - v * LANES);
+                score = where_negative(unseen, unseen, score);
+            }
+            store(scores + v * LANES, score);
         }
-        most = max(most, score[v]);
+        most = max(most, score);
     }
-    const float highest = reduce_max(most) * scale.factor;
-    if (highest > top) top = highest;
+    return most;
+}
+
+// Those scores become the keys' weights, rounded as they will be multiplied, while their sum by lanes,
+// which is returned, is not. `top` is the query's running maximum, in powers of two. The weights may
+// take the place of the scores.
+template <class T, int V, bool PLAIN>
+INLINE F32 weigh_scores(const float *scores, float factor, SeenKeys seen, float top, T *shares) {
     F32 total = zeros(), before = zeros();
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-        const F32 x = fma(score[v], splat(scale.factor), splat(-top));
+        const F32 x = fma(load(scores + v * LANES), splat(factor), splat(-top));
         F32 share = weight_of<T>(x);
-        if (at_edge(v)) share = zero_below(x, splat(LEAST_POWER), share);
+        if (!PLAIN && seen.cuts(v)) share = zero_below(x, splat(LEAST_POWER), share);
         total = add(total, share);
         if (v % 2) store_two(shares + (v - 1) * LANES, before, share);
         else if (v + 1 == V) store(shares + v * LANES, share);
         before = share;
     }
-    return sum(total);
+    return total;
 }
 
 // Where the `index`-th of the task's queries begins.
@@ -310,36 +328,53 @@ INLINE const T *query_at(const AttentionCall &call, const AttentionTask &task, i
     return q + (task.head * group + index % group) * call.shape.head_size;
 }
 
-// The scores (queries, KEYS) of some queries, from `first` of the task's on, become weights; `kept` is
-// what becomes of what each has summed. Other units work meanwhile: `beside(r)` is called after each.
-template <class T, class Beside>
-INLINE void softmax_weights_all(
+// The scores of a tile of queries, from `first` of the task's on, become weights in their place; `kept`,
+// of a vector, is what becomes of what each has summed.
+template <class T>
+INLINE void softmax_weights(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
-    const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept,
-    Beside &&beside) {
+    const KeyBlock &block, AttentionScratch<T> &room, float *kept) {
+    float *top = room.sums.top + first, *mass = room.sums.mass + first;
     const int64_t group = call.shape.queries_per_head;
     const ScoreScale scale(call);
-    alignas(64) float before[ROOM_QUERIES], added[ROOM_QUERIES];
-    std::memcpy(before, top, queries * sizeof(float));
+    constexpr int MOST = BLOCK_KEYS<T>;
+    SeenKeys seen[ROOM_QUERIES];
+    F32 each[ROOM_QUERIES];
     int64_t position = task.position + first / group, left = group - first % group;
-    for (int r = 0; r < queries; ++r, scores += KEYS, shares += KEYS) {
+    for (int r = 0; r < queries; ++r) {
         const PositionRange all = seen_from(call, task, position);
         if (--left == 0) {
             left = group;
             ++position;
         }
-        const int64_t seen = all.until - block.begin, unseen = all.from - block.begin;
-        const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
-        const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
-        const auto weigh_in = [&](auto vectors) {
-            return softmax_weights<T, vectors>(scores, scale, from, until, top[r], shares);
-        };
-        added[r] = by_vectors(block.vectors(), weigh_in);
-        beside(r);
+        const int64_t end = all.until - block.begin, begin = all.from - block.begin;
+        seen[r].until = static_cast<int>(end < MOST ? end : MOST);
+        seen[r].from = static_cast<int>(begin > MOST ? MOST : begin < 0 ? 0 : begin);
     }
-    const F32 old = power_of_two(sub(load(before, queries), load(top, queries)));
-    store(kept, old, queries);
-    store(mass, add(mul(load(mass, queries), old), load(added, queries)), queries);
+    const auto by_kind = [&](int r, auto &&body) {
+        if (seen[r].from == 0 && seen[r].until == MOST && scale.cap == 0.0f)
+            return body(std::integral_constant<int, MOST / LANES>(), std::true_type());
+        return by_vectors(
+            block.vectors(), [&](auto vectors) { return body(vectors, std::false_type()); });
+    };
+    for (int r = 0; r < queries; ++r)
+        each[r] = by_kind(r, [&](auto vectors, auto plain) {
+            return greatest_score<vectors, plain>(room.scores[r], scale, seen[r]);
+        });
+    const F32 before = load(top, queries);
+    const F32 highest = max(mul(reduce_max(each, queries), splat(scale.factor)), before);
+    store(top, highest, queries);
+    alignas(64) float tops[LANES];
+    store(tops, highest);
+    for (int r = 0; r < queries; ++r) {
+        each[r] = by_kind(r, [&](auto vectors, auto plain) {
+            return weigh_scores<T, vectors, plain>(
+                room.scores[r], scale.factor, seen[r], tops[r], room.shares_of(r));
+        });
+    }
+    const F32 old = power_of_two(sub(before, highest));
+    store(kept, old);
+    store(mass, add(mul(load(mass, queries), old), sums(each, queries)), queries);
 }
 
 // R queries, from `first` of the task's on, meet a block whose words are kept as K.
@@ -363,16 +398,14 @@ static void attend_tile(
             return words_after<T, K>(keys[i], word * stride);
         });
         for (int r = 0; r < R; ++r)
-            for (int i = 0; i < count; ++i) store(room.scores[0][r] + (v + i) * LANES, acc[r][i]);
+            for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
     });
 
-    float kept[R];
-    softmax_weights_all(
-        call, task, first, R, block, room.scores[0][0], room.sums.top + first,
-        room.sums.mass + first, room.shares[0][0], kept, [](int) {});
+    alignas(64) float kept[LANES];
+    softmax_weights(call, task, first, R, block, room, kept);
 
     const int64_t begin = block.from / WORD_VALUES<T>, end = ceil_div(block.until, WORD_VALUES<T>);
-    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[0][r]) + begin;
+    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares_of(r)) + begin;
     in_tiles<VECTORS>(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];
         float *sums = room.sums.values + first * room.width + v * LANES;

@@ -144,8 +144,16 @@ void AttentionMetadata::cut() {
             }
         token += queries;
     }
-    // Long ones first: what is left for the end is short.
-    std::stable_sort(tasks_.begin(), tasks_.end(), [this](const auto &a, const auto &b) {
+    // Long ones first: what is left for the end is short. Of a prompt, those of a head follow each
+    // other, and find its keys in the cache of their core.
+    const auto whole_row = [this](const AttentionTask &task) {
+        const int64_t queries = query_len_.data()[task.row];
+        return queries == 1 ? cost(task) : queries * kv_len_[task.row];
+    };
+    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const auto &a, const auto &b) {
+        const int64_t left = whole_row(a), right = whole_row(b);
+        if (left != right) return left > right;
+        if (a.head != b.head) return a.head < b.head;
         return cost(a) > cost(b);
     });
 }

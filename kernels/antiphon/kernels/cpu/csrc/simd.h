@@ -436,6 +436,50 @@ INLINE float reduce_max(F32 a) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+// Lane r is what the lanes of rows[r] come to, for r < count, in the order of `one`; `pair` makes it of
+// two halves. Beyond `count` it is anything.
+template <class One, class Pair>
+INLINE F32 reduce_rows(const F32 *rows, int count, One &&one, Pair &&pair) {
+#if ANTIPHON_AVX512
+    if (count == LANES) {
+        const auto fold = [&](__m512 a, __m512 b) { return pair(F32{a}, F32{b}).v; };
+        __m512 fours[4];
+        for (int i = 0; i < 4; ++i) {
+            __m512 twos[2];
+            for (int j = 0; j < 2; ++j) {
+                const __m512 a = rows[i + 8 * j].v, b = rows[i + 8 * j + 4].v;
+                twos[j] = fold(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+            }
+            fours[i] = fold(
+                _mm512_shuffle_f32x4(twos[0], twos[1], 0x88),
+                _mm512_shuffle_f32x4(twos[0], twos[1], 0xdd));
+        }
+        __m512 eights[2];
+        for (int i = 0; i < 2; ++i) {
+            const __m512d a = _mm512_castps_pd(fours[2 * i]),
+                          b = _mm512_castps_pd(fours[2 * i + 1]);
+            eights[i] = fold(
+                _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        return {fold(
+            _mm512_shuffle_ps(eights[0], eights[1], 0x88),
+            _mm512_shuffle_ps(eights[0], eights[1], 0xdd))};
+    }
+#endif
+    alignas(64) float lanes[LANES] = {};
+    for (int r = 0; r < count; ++r) lanes[r] = one(rows[r]);
+    return load(lanes);
+}
+INLINE F32 reduce_max(const F32 *rows, int count) {
+    return reduce_rows(
+        rows, count, [](F32 a) { return reduce_max(a); }, [](F32 a, F32 b) { return max(a, b); });
+}
+INLINE F32 sums(const F32 *rows, int count) {
+    return reduce_rows(
+        rows, count, [](F32 a) { return sum(a); }, [](F32 a, F32 b) { return add(a, b); });
+}
+
 // e^x within 2 units in the last place: zero below -104, infinite above 88.8, NaN for NaN.
 // Source: the range reduction and polynomial of expf in S. L. Moshier's Cephes library.
 INLINE F32 exponential(F32 x) {
