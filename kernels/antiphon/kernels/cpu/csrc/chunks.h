@@ -1,7 +1,7 @@
 // A packed linear shared out: chunks of rows by panels, for the threads of a team (team.h).
 //
-//     LinearCall call(linear, x, rows, y, Epilogue::store);  // of this thread
-//     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.coming(i, threads)); });
+//     LinearCall call(linear, x, rows, y, Epilogue::store, threads);  // of this thread
+//     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.prefetch(i)); });
 
 #pragma once
 
@@ -48,11 +48,14 @@ INLINE bool in_planes(const PackedLinear &linear) {
     return uses_amx(linear) && linear.weights == Weights::int8;
 }
 
-static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
+static ChunkPlan cut(const PackedLinear &linear, int64_t rows, int threads) {
     // Enough chunks that a thread which lost its core holds up little; none so small that the
     // ticket costs more than the work. A group of panels stays in the second-level cache while
-    // all blocks of rows come by, or a block of rows as planes while all panels do.
+    // all blocks of rows come by, or a block of rows as planes while all panels do. Squares multiply
+    // faster than a core reads what others wrote: of many rows their chunks are as large as that
+    // cache allows (ADR 19).
     constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
+    constexpr int64_t SQUARE_CHUNKS = 8, SQUARE_GROUP_BYTES = 1200 << 10;  // chunks of a thread
     const TileSizes sizes = tile_sizes_of(linear);
     const int64_t panels = panels_of(linear);
     const int64_t row_blocks = ceil_div(rows, sizes.block_rows);
@@ -62,8 +65,9 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
     const int64_t smallest = linear.weights == Weights::int8_dynamic && rows > 4
         ? 8
         : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
-    const int64_t largest = GROUP_BYTES / panel_bytes(linear);
-    int64_t group = panels * row_blocks / CHUNKS;
+    const bool large = uses_amx(linear) && row_blocks > 1;
+    const int64_t largest = (large ? SQUARE_GROUP_BYTES : GROUP_BYTES) / panel_bytes(linear);
+    int64_t group = panels * row_blocks / (large ? SQUARE_CHUNKS * threads : CHUNKS);
     group = group > largest ? largest : group;
     group = group < smallest ? smallest : group;
     group = group < 1 ? 1 : group > panels ? panels : group;
@@ -125,13 +129,16 @@ static void linear_block(
 // a gate.
 class LinearCall {
   public:
-    LinearCall(const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue)
+    LinearCall(
+        const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
+        int threads)
         : linear_(linear),
           x_(x),
           rows_(rows),
           y_(y),
           epilogue_(epilogue),
-          cut_(cut(linear, rows)) {}
+          threads_(threads),
+          cut_(cut(linear, rows, threads)) {}
 
     int64_t chunks() const { return cut_.row_blocks * cut_.panel_groups; }
 
@@ -141,14 +148,14 @@ class LinearCall {
         else compute<float>(i, prefetch);
     }
 
-    // The weights that the thread of chunk `i`, one of so many threads, most likely reads after it:
-    // of this call, or of `next`, whose rows are as many.
-    PrefetchRange prefetch(int64_t i, int threads, const PackedLinear *next = nullptr) const {
-        const int64_t later = i + threads;
+    // The weights that the thread of chunk `i` most likely reads after it: of this call, or of
+    // `next`, whose rows are as many.
+    PrefetchRange prefetch(int64_t i, const PackedLinear *next = nullptr) const {
+        const int64_t later = i + threads_;
         if (later < chunks())
             return group_of(later) == group_of(i) ? PrefetchRange() : weights(later);
         if (next == nullptr) return {};
-        const LinearCall following(*next, nullptr, rows_, nullptr, Epilogue::store);
+        const LinearCall following(*next, nullptr, rows_, nullptr, Epilogue::store, threads_);
         const int64_t first = later - chunks();
         return first < following.chunks() ? following.weights(first) : PrefetchRange();
     }
@@ -195,6 +202,7 @@ class LinearCall {
     const int64_t rows_;
     void *const y_;
     const Epilogue epilogue_;
+    const int threads_;
     const ChunkPlan cut_;
     BytePlanes planes_ = {};  // of the block of rows that was computed last
     int64_t planes_of_ = -1;  // its number
@@ -206,9 +214,8 @@ static void linear_call(
     int threads) {
     Phase phase{};
     in_team(threads, &phase, [&](TeamThread &member) {
-        LinearCall call(linear, x, rows, y, epilogue);
-        member.run(
-            call.chunks(), [&](int64_t i) { call.chunk(i, call.prefetch(i, member.threads())); });
+        LinearCall call(linear, x, rows, y, epilogue, member.threads());
+        member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.prefetch(i)); });
     });
 }
 

@@ -271,7 +271,9 @@ class StackRun {
                     row_bytes());
             });
         }
-        linear({*ends.head, x, ends.count, ends.logits, Epilogue::widen}, nullptr);
+        const LinearCall call(
+            *ends.head, x, ends.count, ends.logits, Epilogue::widen, team_.threads());
+        linear(call, nullptr);
         const int64_t parts = scan_parts(ends.head->outputs);
         team_.run(
             ends.count * parts,
@@ -302,12 +304,12 @@ class StackRun {
     LinearCall product(
         const PackedLinear &linear, const void *x, void *y,
         Epilogue epilogue = Epilogue::store) const {
-        return {linear, x, call_.tokens, y, epilogue};
+        return {linear, x, call_.tokens, y, epilogue, team_.threads()};
     }
 
     // A chunk, while the memory is asked for the next, or for the first of the `next` linear.
     void chunk(LinearCall &call, int64_t i, const PackedLinear *next) const {
-        call.chunk(i, call.prefetch(i, team_.threads(), next));
+        call.chunk(i, call.prefetch(i, next));
     }
 
     void linear(LinearCall call, const PackedLinear *next) {
