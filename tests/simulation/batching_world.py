@@ -372,6 +372,7 @@ class World:
             queue_timeout_s=self.pick("queue_timeout_s", None, None, 60.0),
             running_timeout_s=self.pick("running_timeout_s", None, None, 60.0),
             checkpoint_tokens=self._states.choice([16, 32, 64]),
+            alone_tokens=self._states.choice([None, 24, 96]),
             conservativeness=self.pick("conservativeness", 0.0, 0.3, 1.0),
         )
 
@@ -633,7 +634,8 @@ class World:
         if limits.chunk_tokens is not None or len(prompts) > 1:
             assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
         if limits.chunk_tokens is not None:
-            assert plan.query_len.max() <= max(limits.chunk_tokens, 1 + DRAFTS_MAX)
+            alone = (limits.alone_tokens or 0) if len(plan.slot) == 1 else 0
+            assert plan.query_len.max() <= max(limits.chunk_tokens, alone, 1 + DRAFTS_MAX)
 
     def check_order(self, before: set[Request]) -> None:
         """No request is overtaken for longer than was allowed, and by none in plain FCFS."""

@@ -68,7 +68,7 @@ class BatchingConfig(Config):
     """Maximum number of running requests."""
     chunk_tokens: ChunkTokens | None = None
     """Maximum length of a prefill chunk, in tokens; -1 disables chunked prefill. Unset: chosen for
-    the device."""
+    the device, where it may be longer while there is no other request."""
     fill_tokens: Tokens | None = None
     """Maximum number of prefill tokens in one forward pass, not counting decode tokens; a chunk of
     the first request may be longer. Unset: chosen for the device."""

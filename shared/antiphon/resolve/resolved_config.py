@@ -61,6 +61,7 @@ from antiphon.resolve.ranks import (
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.resolve.steps import (
     fit_context,
+    resolve_alone_tokens,
     resolve_chunk_tokens,
     resolve_context,
     resolve_fill_tokens,
@@ -117,6 +118,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     step_tokens: ResolvedValue[int]
     whole_prompts: ResolvedValue[bool]
     chunk_tokens: ResolvedValue[int]
+    alone_tokens: ResolvedValue[int]
     fill_tokens: ResolvedValue[int]
     mixed: ResolvedValue[bool]
     prefix: ResolvedValue[bool]
@@ -252,6 +254,7 @@ def resolve(
     if 0 < crossing.value < running.value:
         running = crossing
     served = fit_context(context, pages.value * page_tokens.value)
+    chunk = resolve_chunk_tokens(settings, device, context.value, whole=whole.value)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
     return ResolvedConfig(
@@ -293,7 +296,8 @@ def resolve(
         state_bytes=ResolvedValue(held, f"{state_bytes} bytes per state"),
         step_tokens=step,
         whole_prompts=whole,
-        chunk_tokens=resolve_chunk_tokens(settings, device, context.value, whole=whole.value),
+        chunk_tokens=chunk,
+        alone_tokens=resolve_alone_tokens(settings, device, chunk, step.value),
         fill_tokens=resolve_fill_tokens(settings, device, step.value, pooling),
         mixed=resolve_mixed(settings),
         prefix=_prefix(settings, card, pooling),

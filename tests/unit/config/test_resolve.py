@@ -84,6 +84,10 @@ def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
     assert decide(device).fill_tokens.value == 1024
     assert decide(device).chunk_tokens.value == 1024
     assert decide(device, batching__tokens_max="300").chunk_tokens.value == 300
+    assert decide(device).alone_tokens.value == 2048
+    assert decide(device, batching__chunk_tokens="512").alone_tokens.value == 512
+    assert decide(device, batching__chunk_tokens="-1").alone_tokens.value == 512, "the context"
+    assert decide().alone_tokens == ResolvedValue(512, "as beside other requests")
     assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
 

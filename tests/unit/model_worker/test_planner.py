@@ -76,6 +76,33 @@ def test_a_prefill_that_does_not_reach_a_page_border_waits_behind_another() -> N
     assert budget.prefill_chunk(1, 6) == 0
 
 
+def test_chunks_of_a_prompt_are_longer_while_there_is_no_other_request() -> None:
+    steps = Steps(
+        pages=60, context_tokens=200, step_tokens_max=64, chunk_tokens=16, alone_tokens=40
+    )
+    steps.add(1, [1] * 100, max_new_tokens=3)
+    assert [steps.go(), steps.go()] == [[(1, 40)], [(1, 40)]]
+    steps.add(2, [2] * 50, max_new_tokens=3)
+    assert steps.go() == [(1, 16), (2, 16)]
+    assert steps.go() == [(1, 4), (2, 16)]
+    assert steps.go() == [(1, 1), (2, 16)]
+    assert steps.go() == [(1, 1), (2, 2)]
+    while len(rows := steps.go()) > 1:
+        assert max(length for _, length in rows) == 1
+    steps.add(3, [3] * 50)
+    assert (3, 16) in steps.go(), "another still decodes"
+
+
+def test_pages_of_a_window_are_reserved_for_a_chunk_of_a_prompt_alone() -> None:
+    limits = {"step_tokens_max": 64, "chunk_tokens": 8, "alone_tokens": 60}
+    steps = Steps(pages=60, window=8, context_tokens=200, **limits)
+    steps.add(1, [1] * 150, max_new_tokens=3)
+    assert steps.go() == [(1, 60)]
+    budget = steps.batching.batch.page_budget
+    assert budget.reserved()[1] >= 60 // PAGE_TOKENS
+    assert steps.go() == [(1, 60)]
+
+
 def burst(step_s: Any, **limits: Any) -> list[float]:
     """When each of 16 prompts of 128 tokens has its first token, all coming at once."""
     steps = Steps(

@@ -272,6 +272,8 @@ def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
     """Maximum number of pages of a group that a request ever holds: a window frees the rest."""
     longest = limits.context_tokens
     if group.window is not None:
-        chunk = limits.context_tokens if limits.chunk_tokens is None else limits.chunk_tokens
+        chunk = limits.context_tokens
+        if limits.chunk_tokens is not None:
+            chunk = max(limits.chunk_tokens, limits.alone_tokens or 0)
         longest = min(longest, group.window + chunk + group.page_tokens)
     return group.table_len(longest)

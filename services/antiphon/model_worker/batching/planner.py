@@ -77,7 +77,9 @@ class StepPlanner:
         self._pages_short = False
         batch.steps += 1
         self._preempt()
-        budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.prefixes.checkpoints)
+        alone = len(batch.running) + len(self._waiting) == 1
+        checkpoints = batch.prefixes.checkpoints
+        budget = TokenBudget(self._limits, batch.pools.page_tokens, checkpoints, alone=alone)
         decodes, chunks = NO_SLOTS, list[ScheduledRow]()
         if self._limits.mixed:
             decodes, chunks = self._decodes(budget), self._prefills(budget, now)
@@ -334,10 +336,18 @@ class StepPlanner:
 
 
 class TokenBudget:
-    """The remaining tokens of one plan. Prefill chunks are requested in scheduling order."""
+    """The remaining tokens of one plan. Prefill chunks are requested in scheduling order.
+
+    `alone`: there is one request, so that no other waits for a chunk.
+    """
 
     def __init__(
-        self, limits: EngineLimits, page_tokens: int, checkpoints: StateCheckpoints | None = None
+        self,
+        limits: EngineLimits,
+        page_tokens: int,
+        checkpoints: StateCheckpoints | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         self._limits = limits
         self._page_tokens = page_tokens
@@ -345,6 +355,9 @@ class TokenBudget:
         self._prefills = 0
         self._prefill_tokens = 0
         self._closed = False
+        self._chunk_tokens = limits.chunk_tokens
+        if alone and limits.chunk_tokens is not None and limits.alone_tokens is not None:
+            self._chunk_tokens = limits.alone_tokens
         self.tokens = limits.step_tokens_max
 
     @property
@@ -371,12 +384,12 @@ class TokenBudget:
         if self._prefills and self._limits.fill_tokens is not None:
             # The first prefill may be longer than `fill_tokens`.
             available = min(available, self._limits.fill_tokens - self._prefill_tokens)
-        if self._limits.chunk_tokens is None:
+        if self._chunk_tokens is None:
             return pending if pending <= available or not self._prefills else 0
-        length = min(pending, self._limits.chunk_tokens, available)
+        length = min(pending, self._chunk_tokens, available)
         if self._checkpoints is not None:
             length = min(length, self._checkpoints.stop(start, start + pending) - start)
-        whole = min(self._limits.chunk_tokens, available)
+        whole = min(self._chunk_tokens, available)
         if length < pending:
             to_border = max(0, length - (start + length) % self._page_tokens)
             # The first prefill advances even if a page does not fit in a plan.

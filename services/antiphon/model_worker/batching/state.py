@@ -37,6 +37,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         chunk_tokens: Maximum length of a prefill chunk. None: chunked prefill is off, and a prompt
             that is longer than a step has a step to itself.
+        alone_tokens: The same while there is no other request. None: as beside others.
         fill_tokens: Number of prefill tokens with which a plan is full: no further prefill joins
             it, so that the first requests decode before the last ones are prefilled.
         mixed: Whether prefill chunks and decodes share a plan (mixed chunked prefill). If not,
@@ -57,6 +58,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     step_tokens_max: int
     chunk_tokens: int | None
+    alone_tokens: int | None = None
     fill_tokens: int | None = None
     prefill_max: int | None = None  # prefilling requests in a plan
     mixed: bool = True

@@ -117,9 +117,11 @@ def _limits(
     running_max = max(1, resolved.running_max.value // groups)
     step_tokens = max(running_max, resolved.step_tokens.value // groups)
     chunk_tokens = min(resolved.chunk_tokens.value, step_tokens)
+    alone_tokens = min(resolved.alone_tokens.value, step_tokens)
     return EngineLimits(
         step_tokens_max=step_tokens,
         chunk_tokens=None if resolved.whole_prompts.value else chunk_tokens,
+        alone_tokens=alone_tokens,
         fill_tokens=min(resolved.fill_tokens.value, step_tokens),
         prefill_max=batching.prefill_max,
         mixed=resolved.mixed.value,
