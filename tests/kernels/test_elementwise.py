@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -196,7 +197,7 @@ NORMS: dict[str, MakeNorms] = {
 
 
 class HeadsCase:
-    """Heads of some tokens, and a cache to keep them in."""
+    """Heads of some tokens, and a cache to keep them in: anywhere, or one behind the other."""
 
     def __init__(
         self,
@@ -206,13 +207,17 @@ class HeadsCase:
         *,
         norms: str = "",
         rotated: int | None = None,
+        page_tokens: int = 4,
+        begin: int | None = None,
     ) -> None:
         waves = RotarySpec(size if rotated is None else rotated, 50.0).frequencies()
         self.heads = random(tokens, 6 + 2 + 2, size).to(dtype)
         self.cos, self.sin = cos_sin(waves, torch.arange(3, 3 + tokens), dtype)
-        page = (40, 4, 2, size, dtype)
+        page = (192 // page_tokens, page_tokens, 2, size, dtype)
         self.cache = [torch.full(of(*page), 7.0, dtype=dtype) for of in PAGES_SHAPES]
-        self.places = torch.randperm(160, generator=GENERATOR)[:tokens]
+        self.places = torch.randperm(192, generator=GENERATOR)[:tokens]
+        if begin is not None:
+            self.places = torch.arange(begin, begin + tokens)
         self.norms = NORMS[norms](size, dtype)
 
     def run(self, row: Row, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -275,8 +280,8 @@ def test_a_rotation_has_the_roundings_of_its_reference(row: Row, dtype: torch.dt
 @each_row(qk_norm_rope_store, invariant=True)
 def test_a_place_outside_the_cache_is_refused(row: Row) -> None:
     case = HeadsCase(2, 16, torch.float32)
-    case.places[1] = 160
-    with pytest.raises(IndexError, match="no place 160"):
+    case.places[1] = 192
+    with pytest.raises(IndexError, match="no place 192"):
         case.run(row)
 
 
@@ -372,20 +377,27 @@ def test_a_row_has_the_same_bits_alone_and_among_others(row: Row, dtype: torch.d
         assert torch.equal(torch.stack(alone)[:, 0], together[:, i])
 
 
+PLACES = ((4, None), (32, None), (16, 11), (64, 16), (12, 5))
+"""Tokens of a page, and where tokens that lie one behind the other begin."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", NORMS)
 @each_row(qk_norm_rope_store, invariant=True)
 def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
     row: Row, dtype: torch.dtype, norms: str
 ) -> None:
-    case = HeadsCase(40, 64, dtype, norms=norms)
-    together = case.run(row)
-    cache = [pages.clone() for pages in case.cache]
-    for pages in case.cache:
-        pages.fill_(7.0)
-    for i in range(40):
-        assert torch.equal(case.run(row, i, i + 1), together[i : i + 1])
-    assert all(map(torch.equal, case.cache, cache))
+    for (page_tokens, begin), size in itertools.product(PLACES, (6, 64)):
+        case = HeadsCase(70, size, dtype, norms=norms, page_tokens=page_tokens, begin=begin)
+        if begin is not None:
+            case.places[60:] = case.places[60:].flip(0)
+        together = case.run(row)
+        cache = [pages.clone() for pages in case.cache]
+        for pages in case.cache:
+            pages.fill_(7.0)
+        for i in range(70):
+            assert torch.equal(case.run(row, i, i + 1), together[i : i + 1])
+        assert all(map(torch.equal, case.cache, cache))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -232,11 +232,11 @@ INLINE void normalise_heads(
     }
 }
 
-// The heads of one token that belong to kv heads [head, head + heads), kept as K; all of them where
-// norms are over a token.
-template <class T, class K>
-INLINE void qk_norm_rope_store(
-    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+// The heads of one token that belong to kv heads [head, head + heads), normalised and rotated; all of
+// them where norms are over a token. Calls `keep(i, key, value)` with those of each kv head.
+template <class T, class Keep>
+INLINE void qk_norm_rope(
+    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads, Keep &&keep) {
     static thread_local Scratch scratch;
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
@@ -251,12 +251,12 @@ INLINE void qk_norm_rope_store(
     const QkNorms &norms = call.norms;
     const bool each = norms.kind != NormKind::none && !norms.over_token;
     T *q = static_cast<T *>(call.q) + token * call.q_stride;
-    T *row = static_cast<T *>(scratch.reserve((2 + kv) * size * sizeof(T)));
+    T *row = static_cast<T *>(scratch.reserve((1 + kv) * size * sizeof(T)));
     if (norms.over_token) {
         normalise_heads(norms, own_queries, norms.query, norms.query_bias, queries * size, q);
-        normalise_heads(norms, own_keys, norms.key, norms.key_bias, kv * size, row + 2 * size);
+        normalise_heads(norms, own_keys, norms.key, norms.key_bias, kv * size, row + size);
         own_queries = q;
-        own_keys = row + 2 * size;
+        own_keys = row + size;
     }
     const auto ready = [&](const T *x, const void *weight, const void *bias, T *to) {
         if (each) {
@@ -275,7 +275,18 @@ INLINE void qk_norm_rope_store(
         }
         ready(own, norms.query, norms.query_bias, q + i * size);
     }
+    for (int64_t i = head; i < head + heads; ++i) {
+        ready(own_keys + i * size, norms.key, norms.key_bias, row);
+        keep(i, row, own_values + i * size);
+    }
+}
 
+// The same, kept as K.
+template <class T, class K>
+INLINE void qk_norm_rope_store(
+    const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+    static thread_local Scratch scratch;
+    const int64_t size = call.shape.head_size;
     const KvLayout layout(call.shape);
     const int64_t page = call.places[token] / layout.tokens;
     const int64_t offset = call.places[token] % layout.tokens;
@@ -283,22 +294,61 @@ INLINE void qk_norm_rope_store(
         if constexpr (!IN_BYTES<K>) {
             return x;
         } else {
-            K *codes = reinterpret_cast<K *>(row + size);
+            K *codes = static_cast<K *>(scratch.reserve(size * sizeof(K)));
             store_cache(x, size, scale, codes);
             return static_cast<const K *>(codes);
         }
     };
-    for (int64_t i = head; i < head + heads; ++i) {
+    qk_norm_rope<T>(call, token, head, heads, [&](int64_t i, const T *key, const T *value) {
         K *keys = static_cast<K *>(call.cache.keys) + call.cache.head_at(page, i);
         K *values = static_cast<K *>(call.cache.values) + call.cache.head_at(page, i);
-        ready(own_keys + i * size, norms.key, norms.key_bias, row);
         scatter<WORD_VALUES<T>>(
-            kept_as(row, call.cache.key_scale), size, layout.key_step(),
+            kept_as(key, call.cache.key_scale), size, layout.key_step(),
             keys + layout.key_at(offset));
         // Another thread may keep the token beside it in a word.
         scatter<1>(
-            kept_as(own_values + i * size, call.cache.value_scale), size, layout.word,
+            kept_as(value, call.cache.value_scale), size, layout.word,
             values + layout.value_at(offset));
+    });
+}
+
+// Whether tokens from one on, before `last`, are a vector of a page that keeps numbers as they are.
+INLINE bool fills_vector(const QkNormRopeCall &call, int64_t token, int64_t last) {
+    const CacheShape &shape = call.shape;
+    if (shape.format != CacheFormat::model || shape.page_tokens % LANES != 0) return false;
+    if (last - token < LANES || call.places[token] % LANES != 0) return false;
+    for (int64_t i = 1; i < LANES; ++i)
+        if (call.places[token + i] != call.places[token] + i) return false;
+    return true;
+}
+
+// All heads of the tokens of such a vector: a line of the cache is written once.
+template <class T>
+INLINE void qk_norm_rope_store_vector(const QkNormRopeCall &call, int64_t token) {
+    static thread_local Scratch scratch;
+    const int64_t size = call.shape.head_size, kv = call.shape.heads;
+    const int64_t words = size / WORD_VALUES<T>;
+    auto *keys = static_cast<uint32_t *>(scratch.reserve(kv * LANES * words * sizeof(uint32_t)));
+    const T *values[LANES];
+    for (int64_t r = 0; r < LANES; ++r)
+        qk_norm_rope<T>(call, token + r, 0, kv, [&](int64_t i, const T *key, const T *value) {
+            std::memcpy(keys + (i * LANES + r) * words, key, size * sizeof(T));
+            if (i == 0) values[r] = value;
+        });
+    const KvLayout layout(call.shape);
+    const int64_t page = call.places[token] / layout.tokens;
+    const int64_t offset = call.places[token] % layout.tokens;
+    for (int64_t i = 0; i < kv; ++i) {
+        T *kept_keys = static_cast<T *>(call.cache.keys) + call.cache.head_at(page, i);
+        T *kept_values = static_cast<T *>(call.cache.values) + call.cache.head_at(page, i);
+        const uint32_t *rows[LANES];
+        for (int64_t r = 0; r < LANES; ++r) rows[r] = keys + (i * LANES + r) * words;
+        auto *to = reinterpret_cast<uint32_t *>(kept_keys + layout.key_at(offset));
+        transpose(rows, words, to, layout.tokens);
+        for (int64_t r = 0; r < LANES; r += WORD_VALUES<T>)
+            lay_side_by_side(
+                values[r] + i * size, values[r + WORD_VALUES<T> - 1] + i * size, size,
+                reinterpret_cast<uint32_t *>(kept_values + layout.value_at(offset + r)));
     }
 }
 
@@ -345,6 +395,19 @@ INLINE void qk_norm_rope_store_token(
     const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
     if (call.shape.dtype == Dtype::bf16) qk_norm_rope_store_as<bf16>(call, token, head, heads);
     else qk_norm_rope_store_as<float>(call, token, head, heads);
+}
+
+// All heads of tokens [first, last).
+INLINE void qk_norm_rope_store_tokens(const QkNormRopeCall &call, int64_t first, int64_t last) {
+    while (first < last) {
+        if (!fills_vector(call, first, last)) {
+            qk_norm_rope_store_token(call, first++, 0, call.shape.heads);
+            continue;
+        }
+        if (call.shape.dtype == Dtype::bf16) qk_norm_rope_store_vector<bf16>(call, first);
+        else qk_norm_rope_store_vector<float>(call, first);
+        first += LANES;
+    }
 }
 
 // Whole calls, each with a team of its own.
@@ -427,8 +490,10 @@ static void cap_call(float *x, int64_t size, float cap, int threads) {
 static void qk_norm_rope_store_call(const QkNormRopeCall &call, int64_t tokens, int threads) {
     const CacheShape &shape = call.shape;
     const int64_t size = shape.heads * (shape.queries_per_head + 2) * shape.head_size;
-    by_rows(tokens, size, threads, [&](int64_t token) {
-        qk_norm_rope_store_token(call, token, 0, shape.heads);
+    constexpr int64_t BLOCK = 4 * LANES;
+    by_rows(ceil_div(tokens, BLOCK), BLOCK * size, threads, [&](int64_t block) {
+        const int64_t end = (block + 1) * BLOCK;
+        qk_norm_rope_store_tokens(call, block * BLOCK, end < tokens ? end : tokens);
     });
 }
 

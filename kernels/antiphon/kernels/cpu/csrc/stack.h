@@ -579,9 +579,8 @@ class StackRun {
         const bool in_passing =
             group.one_each && group.merge_count == 0 && !layer.head_norms.over_token;
         if (!in_passing)
-            in_blocks(8, [&](int64_t first, int64_t last) {
-                for (int64_t token = first; token < last; ++token)
-                    qk_norm_rope_store_token(heads, token, 0, group.shape.heads);
+            in_blocks(call_.tokens < 16 * LANES ? 8 : 4 * LANES, [&](int64_t first, int64_t last) {
+                qk_norm_rope_store_tokens(heads, first, last);
             });
         team_.run(group.count, [&](int64_t i) {
             const AttentionTask &task = group.tasks[i];
