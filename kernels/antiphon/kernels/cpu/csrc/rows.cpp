@@ -153,6 +153,7 @@ void AttentionMetadata::cut() {
     std::stable_sort(tasks_.begin(), tasks_.end(), [&](const auto &a, const auto &b) {
         const int64_t left = whole_row(a), right = whole_row(b);
         if (left != right) return left > right;
+        if (a.row != b.row) return a.row < b.row;
         if (a.head != b.head) return a.head < b.head;
         return cost(a) > cost(b);
     });
