@@ -254,7 +254,7 @@ def resolve(
     if 0 < crossing.value < running.value:
         running = crossing
     served = fit_context(context, pages.value * page_tokens.value)
-    chunk = resolve_chunk_tokens(settings, device, context.value, whole=whole.value)
+    chunk = resolve_chunk_tokens(settings, device, dtype.value, context.value, whole=whole.value)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
     return ResolvedConfig(
@@ -297,8 +297,8 @@ def resolve(
         step_tokens=step,
         whole_prompts=whole,
         chunk_tokens=chunk,
-        alone_tokens=resolve_alone_tokens(settings, device, chunk, step.value),
-        fill_tokens=resolve_fill_tokens(settings, device, step.value, pooling),
+        alone_tokens=resolve_alone_tokens(settings, device, dtype.value, chunk, step.value),
+        fill_tokens=resolve_fill_tokens(settings, device, dtype.value, step.value, pooling),
         mixed=resolve_mixed(settings),
         prefix=_prefix(settings, card, pooling),
         running_max=running,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
 from antiphon.resolve.memory import BIDIRECTIONAL, OVERLAPPED, RUNNING
 from antiphon.resolve.resolved_value import ResolvedValue
 
@@ -87,14 +88,14 @@ def resolve_step_tokens(
 
 
 def resolve_chunk_tokens(
-    settings: Settings, device: HostDevice, context_tokens: int, *, whole: bool
+    settings: Settings, device: HostDevice, dtype: Dtype, context_tokens: int, *, whole: bool
 ) -> ResolvedValue[int]:
     batching = settings.batching
     if whole:
         return ResolvedValue(context_tokens, LONGEST)
     if batching.chunk_tokens is not None:
         return ResolvedValue(batching.chunk_tokens, "batching.chunk_tokens")
-    tiles = device.arithmetic.get("isa") == TILES_ISA
+    tiles = _has_tiles(device, dtype)
     enough = TILES_CHUNK_TOKENS if tiles else CPU_CHUNK_TOKENS
     if device.kind == "cpu" and batching.tokens_max > enough:
         faster = "little faster on AMX" if tiles else "no faster on a CPU"
@@ -103,30 +104,39 @@ def resolve_chunk_tokens(
 
 
 def resolve_alone_tokens(
-    settings: Settings, device: HostDevice, chunk: ResolvedValue[int], step_tokens: int
+    settings: Settings,
+    device: HostDevice,
+    dtype: Dtype,
+    chunk: ResolvedValue[int],
+    step_tokens: int,
 ) -> ResolvedValue[int]:
     """Tokens of a prefill chunk while there is no other request."""
-    chosen = settings.batching.chunk_tokens is not None
-    if not chosen and chunk.value < step_tokens and device.arithmetic.get("isa") == TILES_ISA:
+    left_open = settings.batching.chunk_tokens is None
+    if left_open and chunk.value < step_tokens and _has_tiles(device, dtype):
         return ResolvedValue(step_tokens, "a step's: longer chunks are faster on AMX")
     return ResolvedValue(chunk.value, "as beside other requests")
 
 
 def resolve_fill_tokens(
-    settings: Settings, device: HostDevice, step_tokens: int, pooling: Pooling | None
+    settings: Settings, device: HostDevice, dtype: Dtype, step_tokens: int, pooling: Pooling | None
 ) -> ResolvedValue[int]:
     batching = settings.batching
     if batching.fill_tokens is not None:
         return ResolvedValue(batching.fill_tokens, "batching.fill_tokens")
     if device.kind == "cpu":
         enough, reason = CPU_FILL_TOKENS, "saturates a CPU; more would delay the first requests"
-        if device.arithmetic.get("isa") == TILES_ISA:
+        if _has_tiles(device, dtype):
             enough, reason = TILES_FILL_TOKENS, "saturates AMX tiles; the last requests wait less"
         if pooling is not None:
             enough, reason = POOLING_FILL_TOKENS, "no decode waits, and steps are shared by more"
         if step_tokens > enough:
             return ResolvedValue(enough, reason)
     return ResolvedValue(step_tokens, "as many as fit into a step")
+
+
+def _has_tiles(device: HostDevice, dtype: Dtype) -> bool:
+    # Tiles multiply bf16 alone: float32 is computed as without them.
+    return dtype is Dtype.BFLOAT16 and device.arithmetic.get("isa") == TILES_ISA
 
 
 def resolve_mixed(settings: Settings) -> ResolvedValue[bool]:

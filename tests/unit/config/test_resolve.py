@@ -90,6 +90,9 @@ def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
     assert decide().alone_tokens == ResolvedValue(512, "as beside other requests")
     assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
+    floats = decide(device, model__dtype="float32")
+    assert (floats.chunk_tokens.value, floats.fill_tokens.value) == (512, 256)
+    assert floats.alone_tokens.value == 512
 
 
 def test_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
