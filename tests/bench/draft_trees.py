@@ -145,7 +145,7 @@ def main() -> None:
     parser = arguments(description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="where the tokenizer lives")
     given = parser.parse_args()
-    tokenizer = open_tokenizer(tokenizer_folder(fetched("smollm2", given.cache, stderr=False)))
+    tokenizer = open_tokenizer(tokenizer_folder(fetched(MODEL, given.cache, stderr=False)))
     found = texts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     rows: list[Measurement] = []
     for (name, read), match, drafts, form in product(found.items(), MatchType, DRAFTS, FORMS):
@@ -157,7 +157,7 @@ def main() -> None:
             single("tokens a step", replay.generated / replay.steps, case=case, arm=arm),
             single("verified a step", replay.verified / replay.steps, case=case, arm=arm),
         ]
-    report(here("draft trees", {"tokenizer": "smollm2"}, rows), given.json)
+    report(here("draft trees", {"tokenizer": MODEL}, rows), given.json)
 
 
 if __name__ == "__main__":
