@@ -1,4 +1,4 @@
-"""A stack with the encoder in the worker's process, to measure that: no such form is served.
+"""A stack with the encoder in the worker's process: a form that only a bench starts.
 
 python -m tests.bench.joint_process serve --supervisor-encoders 0 ARGUMENTS
 """

@@ -1,10 +1,10 @@
-"""Texts beside images: how long they wait for their first token, by where the encoder runs.
+"""Texts beside images: their time to first token, by where the encoder runs.
 
 Clients send new images to the small model of `images.py`, and others short texts. An encoder in a
-process of its own has an even share of the cores beside the worker; in the worker's process, which
-no stack is started with otherwise, both have all of them. Expected apart: what the cores cost that
-the tower works on; in one process besides the interpreter's lock, and kernels that wait for the
-tower's.
+process of its own has an even share of the cores beside the worker. In the worker's process, a form
+that only this bench starts, both use all cores. Expected: with processes of their own, texts lose
+the cores that the tower uses; in one process they also wait for the interpreter's lock, and their
+kernels for those of the tower.
 
     python -m tests.bench.texts_beside_images
 """
@@ -28,7 +28,7 @@ ROUNDS = 5
 TEXTS, IMAGES = 60, 80
 """Texts of a round, and images that are sent beside them at most."""
 PAUSE_S = 0.05
-"""Between an answer and the next text: they meet all that happens to an image, several times."""
+"""Between an answer and the next text, so that a round of texts lasts as long as several images."""
 
 
 async def texts_beside(

@@ -52,9 +52,10 @@ class Point(ABC):
 
     @abstractmethod
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
-        """What is done with the message that marks the point; its client is hit.
+        """Return what is done with the message that marks the point, or None for any other.
 
-        That is `instance`, which the member was before, unless another one is it by then.
+        The client of that message is hit. `instance` is what the member was when the load was led
+        to the point; a leader may have lost its lead since.
         """
 
     async def lead_to(self, site: Site, instance: str) -> None:  # noqa: B027  # most need nothing
@@ -122,7 +123,7 @@ class InPrefill(Point):
 class AfterSeal(Point):
     """A worker has died, and the leader has what its detokenizer had accepted.
 
-    On a loaded machine another scheduler may lead by then; only the leader admits.
+    Only the leader admits, so its message needs no check of the sender.
     """
 
     at = "after seal, before admit"
@@ -136,7 +137,7 @@ class AfterSeal(Point):
 
 
 class AfterAccept(Point):
-    """The leader has accepted a request, and no worker has it: whoever leads accepts."""
+    """The leader, which alone accepts requests, has accepted one, and no worker has it."""
 
     at = "after accept, before bind"
 
