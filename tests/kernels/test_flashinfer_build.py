@@ -89,6 +89,16 @@ def test_nothing_is_built_for_no_capability(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("capability", ["90", "9.0,10.0a", "sm_90", ""])
+def test_a_capability_of_another_form_is_refused_by_name(
+    capability: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["build", "--capabilities", capability])
+    with pytest.raises(SystemExit):
+        build.main()
+    assert f"{capability!r} is no compute capability" in capsys.readouterr().err
+
+
 def test_without_a_compiler_of_cuda_the_build_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,10 +163,17 @@ def lay_out_toolkit(folder: Path) -> Path:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m antiphon.kernels.flashinfer.build")
-    parser.add_argument("--capabilities", nargs="*", default=CAPABILITIES)
+    parser.add_argument("--capabilities", nargs="*", type=_capability, default=CAPABILITIES)
     parser.add_argument("--head-sizes", nargs="*", type=int, default=HEAD_SIZES)
     parser.add_argument("--cache-dtypes", nargs="*", choices=CACHE_DTYPES, default=[*CACHE_DTYPES])
     return parser.parse_args()
+
+
+def _capability(text: str) -> str:
+    if re.fullmatch(r"\d+\.\d[af]?", text) is None:
+        message = f"{text!r} is no compute capability: these are like 9.0, 9.0a or 10.0f"
+        raise argparse.ArgumentTypeError(message)
+    return text
 
 
 if __name__ == "__main__":
