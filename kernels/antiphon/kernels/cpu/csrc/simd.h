@@ -439,7 +439,7 @@ INLINE float reduce_max(F32 a) {
 // Lane r is what the lanes of rows[r] come to, for r < count, in the order of `one`; `pair` makes it of
 // two halves. Beyond `count` it is anything.
 template <class One, class Pair>
-INLINE F32 reduce_rows(const F32 *rows, int count, One &&one, Pair &&pair) {
+INLINE F32 reduce_rows(const F32 *rows, int count, One &&one, [[maybe_unused]] Pair &&pair) {
 #if ANTIPHON_AVX512
     if (count == LANES) {
         const auto fold = [&](__m512 a, __m512 b) { return pair(F32{a}, F32{b}).v; };
