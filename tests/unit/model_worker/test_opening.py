@@ -208,6 +208,16 @@ def test_sizes_that_never_decode_together_are_left_out_of_the_costs() -> None:
     assert speculation.costs.tokens == tuple(range(1, speculation.drafts_max + 2))
 
 
+def test_steps_that_are_interpreted_are_not_measured() -> None:
+    engine = open_engine(drafting())
+    assert engine.resolved is not None
+    device = ResolvedValue("interpreter", "a test")
+    engine.resolved = msgspec.structs.replace(engine.resolved, device=device)
+    assert warm_up.warm_up(loop_of(engine), engine).step == 2
+    assert engine.core.speculation is not None
+    assert engine.core.speculation.costs is None
+
+
 def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
     engine = open_engine(drafting())
     loop, speculation = loop_of(engine), engine.core.speculation

@@ -29,6 +29,7 @@ from antiphon.model_worker.startup.checksums import content_digest, verify, veri
 from antiphon.model_worker.startup.core import Sees, open_engine_core
 from antiphon.model_worker.startup.host_device import host_device, interpret
 from antiphon.model_worker.startup.loading import capture, kernel_choices, load_resolved
+from antiphon.resolve.device import INTERPRETER
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
@@ -94,6 +95,11 @@ class Engine:
     def on_gpu(self) -> bool:
         """Whether the host only launches what another device computes."""
         return self.resolved is not None and self.resolved.device.value != "cpu"
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels are interpreted: how long a step takes says nothing of others."""
+        return self.resolved is not None and self.resolved.device.value == INTERPRETER
 
     def captured(self, *, padded: bool) -> frozenset[int]:
         """Numbers of rows of decode steps that are replayed."""

@@ -45,7 +45,7 @@ def warm_up(loop: BatchingLoop[Any], engine: Engine) -> StepReport:
     """Run a prefill and a decode step before the first request: the first of each kind is slow.
 
     A model that pools has prefill steps only. If the engine drafts tokens, what steps cost is
-    measured, too.
+    measured, too, but on the interpreter.
 
     Raises:
         CannotStart: The model does not run.
@@ -55,7 +55,7 @@ def warm_up(loop: BatchingLoop[Any], engine: Engine) -> StepReport:
     if limits.pool_width is not None:
         sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
     report, _ = _run(loop, 1, sampling)
-    if engine.speculations:
+    if engine.speculations and not engine.interpreted:  # where it takes minutes
         costs = measure_steps(loop, engine.speculations, limits.running_max)
         for speculation in engine.speculations:
             speculation.costs = costs
