@@ -42,6 +42,13 @@ def test_prefill_is_the_workers_word() -> None:
     assert sum(len(re.findall(r"\bprefill", path.read_text())) for path in worker) > 60
 
 
+def test_batching_knows_no_device() -> None:
+    batching = [path for path in CODE if "batching" in path.parts]
+    assert len(batching) > 20
+    named = re.compile("cuda|nccl|triton", re.IGNORECASE)
+    assert [relative(path) for path in batching if named.search(path.read_text())] == []
+
+
 def test_class_names_are_defined_once() -> None:
     counts = Counter(
         node.name
