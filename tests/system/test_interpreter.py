@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
+from tests.models.draft_models import noisy
 from tests.system.stack import run_antiphon, serving, wait_until
 from tests.system.test_ranks import END_S, ranks_of
 
+from antiphon import embedded
 from antiphon.wire.digests import BLOCK_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -29,6 +35,7 @@ PROMPTS = (
     "Say hello.",
     "A cat and a dog",
 )
+SUMS = tuple(f"What is {3 * number + 7} + {5 * number % 83}?" for number in range(64))
 OUTPUTS = 12
 STAND_IN = Path(__file__).parents[1] / "kernels" / "stand_in"
 """What stands for FlashInfer."""
@@ -44,18 +51,18 @@ TWO_RANKS = ("--tp-size", "2")
 TWO_STAGES = ("--pp-size", "2")
 
 
-def answers(stack: Stack) -> list[Any]:
+def answers(stack: Stack, prompts: Sequence[str] = PROMPTS) -> list[Any]:
     """The greedy tokens of all prompts, which are decoded together."""
 
     def ask(prompt: str) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": OUTPUTS, "ignore_eos": True}
         body = {"text": prompt, "sampling_params": sampling}
-        answer = stack.post("/generate", body, timeout_s=300)
+        answer = stack.post("/generate", body, timeout_s=600)
         assert len(answer["output_ids"]) == OUTPUTS
         return answer["output_ids"]
 
-    with ThreadPoolExecutor(len(PROMPTS)) as asking:
-        return list(asking.map(ask, PROMPTS))
+    with ThreadPoolExecutor(len(prompts)) as asking:
+        return list(asking.map(ask, prompts))
 
 
 def continued(stack: Stack, ranks: int) -> Any:
@@ -117,6 +124,50 @@ def lose_a_rank(stack: Stack) -> None:
     (rank,) = ranks_of(worker)
     os.kill(rank, signal.SIGKILL)
     wait_until(lambda: stack.pid("worker-0") != worker, END_S, "the end of the worker")
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The served model with noise, which is right about some tokens and wrong about others."""
+    folder = tmp_path_factory.mktemp("models") / "draft"
+    shutil.copytree(embedded.path(), folder)
+    weights = folder / "model.safetensors"
+    save_file(noisy(load_file(weights)), weights, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", [GRAPHS, IN_TURN], ids=["captured", "in turn"])
+def test_two_ranks_with_a_draft_model_generate_what_the_cpu_does(
+    schedule: tuple[str, ...], draft_model: Path, on_cpu: tuple[Any, Any]
+) -> None:
+    """Drafts are verified there, too: some are accepted, and some are not."""
+    drafting = ("--speculative-algorithm", "STANDALONE")
+    drafting += ("--speculative-draft-model-path", str(draft_model))
+    with serving("--device", "interpreter", *TWO_RANKS, *schedule, *drafting) as stack:
+        assert answers(stack) == on_cpu[0]
+        accepted = re.compile(r"^antiphon_spec_accept_rate(?:\{.*\})? (\S+)$", re.MULTILINE)
+        rates = list[str]()
+
+        def verified() -> bool:
+            rates[:] = accepted.findall(stack.get("/metrics"))
+            return any(float(rate) > 0 for rate in rates)
+
+        wait_until(verified, 30, "the share of accepted drafts")
+        assert len(rates) == 1
+        assert float(rates[0]) < 1
+        assert "batching loop stalled" not in stack.log("worker-0")
+        lose_a_rank(stack)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_many_prompts_generate_what_they_do_on_the_cpu() -> None:
+    found: list[Any] = []
+    for device in ("cpu", "interpreter"):
+        with serving("--device", device, "--dtype", "float32") as stack:
+            found.append(answers(stack, SUMS))
+    assert found[0] == found[1]
 
 
 @pytest.mark.long
