@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -674,6 +675,48 @@ def check_far_pages(attention: Module, heads: Module) -> None:
     heads.qk_norm_rope_store(made, cos, sin, case.keys, case.values, slots, None)
     close(read_keys(case.keys, slots), made[:, 2:4])
     close(read_values(case.values, slots), made[:, 4:])
+
+
+def check_far_latents(module: Module) -> None:
+    """The last page of a pool of more than 2**31 latents' numbers."""
+    torch.use_deterministic_algorithms(False)  # which fill memory
+    latents, rotated = 40, 24
+    shape = a_shape(1, 4, latents + rotated, page_tokens=16, dtype=torch.float16)
+    pages = 2**31 // (16 * (latents + rotated)) + 8
+    case = Rows([1], [6], shape, pages=pages, last=pages - 1)
+    slots = case.rows.slot_mapping
+    made = randn(1, latents + rotated, dtype=torch.float16)
+    cos, sin = cos_sin(RotarySpec(rotated, 1e4).frequencies(), torch.tensor([0]), torch.float16)
+    module.store_latents(made, cos, sin, case.keys, slots, 1.0)
+    close(read_keys(case.keys, slots), made[:, None])  # the first position turns nothing
+    got, tiles = torch.empty_like(case.q), case.rows.on_device.decoding
+    assert tiles is not None, "a row of one token"
+    module.attend(case.q, case.keys, got, case.rows, tiles, case.scale, 1.0)
+    close(got, paged_attention.reference(case.q, case.keys, case.keys, case.rows, case.scale))
+
+
+def check_far_states(module: Module) -> None:
+    """The last states of pools of more than 2**31 numbers."""
+    torch.use_deterministic_algorithms(False)  # which fill memory
+    layer = LAYERS["gated delta, odd"](torch.float16)
+    taps, channels = layer.conv.shape
+    sizes = (taps - 1, channels), (layer.heads, layer.rows, layer.columns)
+    count = 2**31 // min(map(math.prod, sizes)) + 3
+    rows = rows_of([count - 1], [[count - 2]], [3], [9])
+    before = [randn(*size, seed=seed) for seed, size in enumerate(sizes)]
+    results: list[tuple[Tensor, ...]] = []
+    for compute in (module.recurrence, recurrence.reference):
+        pools = [
+            torch.empty((count, *size), dtype=kind)
+            for size, kind in zip(sizes, (torch.float16, torch.float32), strict=True)
+        ]
+        for pool, state in zip(pools, before, strict=True):
+            pool[-1] = state
+        made = compute(projected(layer, 3), layer, LayerStates(0, *pools), rows)
+        results.append((made, *(pool[-2].clone() for pool in pools)))
+    for got, expected in zip(*results, strict=True):
+        scale = expected.abs().max()
+        close(got / scale, expected / scale)
 
 
 def check_greedy(module: Module) -> None:

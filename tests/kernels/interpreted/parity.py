@@ -370,6 +370,14 @@ def test_pages_beyond_2_to_the_31_elements_are_reached() -> None:
     checks.check_far_pages(attention, heads)
 
 
+def test_latents_beyond_2_to_the_31_numbers_are_reached() -> None:
+    checks.check_far_latents(latent)
+
+
+def test_states_beyond_2_to_the_31_numbers_are_reached() -> None:
+    checks.check_far_states(recurrent)
+
+
 def test_greedy_takes_the_first_of_the_highest() -> None:
     checks.check_greedy(sampling)
 
@@ -640,6 +648,14 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("latent", "as_cached(plain, scale,", "as_cached(plain, 1.0,", narrow_store),
     ("latent", "as_cached(turned, scale,", "as_cached(turned, 1.0,", narrow_store),
     ("latent", "FP8_MAX.get(pages.dtype, 0.0)", "0.0", narrow_store),
+    ("latent", "page.to(tl.int64) * SLOTS", "page * SLOTS", checks.check_far_latents),
+    ("recurrent", "(read.to(tl.int64) * (TAPS", "(read * (TAPS", checks.check_far_states),
+    (
+        "recurrent",
+        "states + read.to(tl.int64) * size",
+        "states + read * size",
+        checks.check_far_states,
+    ),
     ("recurrent", "+ at >= 0", "+ at > 0", delta),
     ("recurrent", "TAPS - 1 + at)", "TAPS - 2 + at)", delta),
     ("recurrent", "number + 1, length", "length, length", delta),
