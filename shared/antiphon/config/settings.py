@@ -147,6 +147,9 @@ class SupervisorConfig(Config):
     encoders: Annotated[int, Meta(ge=0, extra={"unit": "processes"})] = 1
     """Number of encoders; with 0, those of other machines embed images. The content of an image
     selects its encoder, or the next one if that one is gone, silent or overloaded."""
+    encoder_only: bool = False
+    """Whether to run encoders alone, for a server that uses the same bus.url. Their names have the
+    host's in them."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import re
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -144,7 +145,9 @@ class ServiceStack:
     def _check(self) -> None:
         """Check what would fail in a child anyway, so that the operator sees the error at once."""
         gateway = self._settings.gateway
-        if gateway.port and not is_free(gateway.host, gateway.port):
+        if self._settings.supervisor.encoder_only:
+            _check_encoders(self._settings)
+        elif gateway.port and not is_free(gateway.host, gateway.port):
             port = f"port {gateway.port} on {gateway.host}"
             raise CannotServe(f"{port} is in use; choose another with --port")
         nats_port = self._settings.supervisor.nats_port
@@ -237,8 +240,8 @@ class ServiceStack:
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
         """Wait until all are ready, one has died, `stop` is set, or the start timeout is over."""
         names = [child.instance for child in self._children]
-        worker = next(child for child in self._children if child.role is Role.WORKER)
-        with StartProgress(self._console, names, worker.log_tail) as progress:
+        # The first in the order of start, a worker where there is one, takes longest.
+        with StartProgress(self._console, names, self._children[0].log_tail) as progress:
             readiness = Readiness(names, lambda beat: progress.ready(beat.process.instance))
             async with self._listening(url, readiness):
                 await self._wait_for_first(readiness, stop)
@@ -288,11 +291,22 @@ class ServiceStack:
             raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
 
     def _announce(self, url: str, readiness: Readiness) -> None:
+        encoder_only = self._settings.supervisor.encoder_only
+        beats = sorted(readiness.heartbeats.items())
+        if encoder_only:  # not those of the server
+            own = {child.instance for child in self._children}
+            beats = [(name, beat) for name, beat in beats if name in own]
+        ports = ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
+        if encoder_only:
+            ready = (
+                f"[green]ready[/green] encoders · model {beats[0][1].model} · NATS {url} · "
+                f"logs {self._folder / 'logs'} · metrics ({ports})"
+            )
+            self._console.print(ready, highlight=False, soft_wrap=True)
+            return
         gateway = readiness.heartbeats[_instances(self._settings, Role.GATEWAY)[0]]
         host, port = self._settings.gateway.host, self._settings.gateway.port
         scheme = self._settings.gateway.scheme
-        beats = sorted(readiness.heartbeats.items())
-        ports = ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
         ready = (
             f"[green]ready[/green] API {scheme}://{host}:{port}/v1 · model {gateway.model} · "
             f"NATS {url} · logs {self._folder / 'logs'} · "
@@ -376,7 +390,21 @@ def _with_attention_groups(settings: Settings) -> Settings:
 
 
 def _instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
-    return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
+    name = str(role)
+    if settings.supervisor.encoder_only:  # beside those of other machines
+        name += "-" + re.sub(r"\W", "-", platform.node())
+    return tuple(InstanceId(f"{name}-{number}") for number in range(_count(settings, role)))
+
+
+def _check_encoders(settings: Settings) -> None:
+    """Check that encoders alone have something to do."""
+    only = "supervisor.encoder_only (--encoder-only)"
+    if not settings.bus.url:
+        raise ConfigError(f"{only}: set bus.url (--bus-url) to the NATS server of those they serve")
+    if not settings.supervisor.encoders:
+        raise ConfigError(
+            f"supervisor.encoders = 0 (--language-only): with {only} nothing would be started"
+        )
 
 
 def _check_counts(settings: Settings, device: HostDevice) -> None:
@@ -433,6 +461,8 @@ def process_share(
 
 def _count(settings: Settings, role: Role) -> int:
     supervisor = settings.supervisor
+    if supervisor.encoder_only:
+        return supervisor.encoders if role is Role.ENCODER else 0
     counts = {
         Role.WORKER: 1 if supervisor.dp_attention else supervisor.workers,
         Role.TOKENIZER: supervisor.tokenizers,

@@ -210,6 +210,40 @@ def test_language_only_starts_no_encoder(tmp_path: Path) -> None:
     assert compare("--language-only", None, observe=started) == ([], ["encoder-0"])
 
 
+@pytest.mark.argument("--encoder-only")
+def test_encoder_only_starts_encoders_that_have_the_hosts_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.node", lambda: "gpu1.rack")
+
+    def started(settings: Settings) -> list[str]:
+        every = (children(settings, role, tmp_path) for role in Role)
+        return [child.instance for of_role in every for child in of_role]
+
+    base = ("--supervisor-encoders", "2", "--bus-url", "nats://127.0.0.1:1")
+    given, without = compare("--encoder-only", None, observe=started, base=base)
+    assert given == ["encoder-gpu1-rack-0", "encoder-gpu1-rack-1"]
+    assert {"encoder-0", "worker-0", "gateway-0"} < set(without)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--encoder-only", r"supervisor.encoder_only \(--encoder-only\): set bus.url"),
+        (
+            "--encoder-only --language-only --bus-url nats://127.0.0.1:1",
+            r"supervisor.encoders = 0 \(--language-only\): .*nothing would be started",
+        ),
+    ],
+)
+async def test_encoders_alone_with_nothing_to_do_are_refused(
+    line: str, said: str, tmp_path: Path
+) -> None:
+    stack = ServiceStack(settings_of(*line.split()), tmp_path, Console(quiet=True), MACHINE)
+    with pytest.raises(ConfigError, match=said):
+        await stack.run(asyncio.Event(), asyncio.Event())
+
+
 @pytest.mark.argument("--enable-dp-attention")
 def test_enable_dp_attention_makes_attention_groups_of_workers(tmp_path: Path) -> None:
     def started(settings: Settings) -> list[tuple[str, int]]:
