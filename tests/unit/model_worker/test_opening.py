@@ -329,6 +329,21 @@ def test_by_default_prefixes_are_cached_and_requests_run_in_order_of_arrival() -
     assert (limits.mixed, limits.prefill_max, limits.conservativeness) == (True, None, 1.0)
 
 
+@pytest.mark.parametrize(("groups", "tokens"), [(1, 2048), (2, None)])
+def test_one_of_several_attention_groups_does_not_know_whether_a_prompt_is_alone(
+    groups: int, tokens: int | None
+) -> None:
+    settings, device = (
+        serve("").settings,
+        msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"}),
+    )
+    resolved = resolve(settings, CARD, device)
+    several = ResolvedValue(groups, "a test")
+    resolved = msgspec.structs.replace(resolved, attention_groups=several)
+    core = open_engine_core(settings, resolved, pools(999), vocab_size=100)
+    assert core.limits.alone_tokens == tokens
+
+
 def test_the_prefix_cache_can_be_switched_off() -> None:
     assert not opened("--disable-radix-cache").index.enabled
 

@@ -121,7 +121,8 @@ def _limits(
     return EngineLimits(
         step_tokens_max=step_tokens,
         chunk_tokens=None if resolved.whole_prompts.value else chunk_tokens,
-        alone_tokens=alone_tokens,
+        # A step is that of all groups, of which one does not see the requests of the others.
+        alone_tokens=alone_tokens if groups == 1 else None,
         fill_tokens=min(resolved.fill_tokens.value, step_tokens),
         prefill_max=batching.prefill_max,
         mixed=resolved.mixed.value,
