@@ -29,7 +29,8 @@ static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
 static constexpr int TILE_VECTORS = ANTIPHON_AVX512 ? 4 : 2;
 // How many queries a tile may have, on AMX too.
 static constexpr int ROOM_QUERIES = TILE_QUERIES > AMX_ROWS ? TILE_QUERIES : AMX_ROWS;
-// Below any score, and still finite, so that what was never seen has no weight and no NaN.
+// Below any score, and still finite, so that what was never seen has no weight and no NaN. Scores of
+// 1e8 and more, which no model has, lose so many digits that their weights may exceed one.
 static constexpr float LOWEST = -1e30f;
 static constexpr float LOG2_E = 1.44269504088896341f;
 // Of two: less than this power of it is no normal number.

@@ -55,7 +55,7 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows, int threads) {
     // faster than a core reads what others wrote: of many rows their chunks are as large as that
     // cache allows (ADR 19).
     constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
-    constexpr int64_t SQUARE_CHUNKS = 8, SQUARE_GROUP_BYTES = 1200 << 10;  // chunks of a thread
+    constexpr int64_t SQUARE_CHUNKS_A_THREAD = 8, SQUARE_GROUP_BYTES = 1200 << 10;
     const TileSizes sizes = tile_sizes_of(linear);
     const int64_t panels = panels_of(linear);
     const int64_t row_blocks = ceil_div(rows, sizes.block_rows);
@@ -67,7 +67,7 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows, int threads) {
         : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
     const bool large = uses_amx(linear) && row_blocks > 1;
     const int64_t largest = (large ? SQUARE_GROUP_BYTES : GROUP_BYTES) / panel_bytes(linear);
-    int64_t group = panels * row_blocks / (large ? SQUARE_CHUNKS * threads : CHUNKS);
+    int64_t group = panels * row_blocks / (large ? SQUARE_CHUNKS_A_THREAD * threads : CHUNKS);
     group = group > largest ? largest : group;
     group = group < smallest ? smallest : group;
     group = group < 1 ? 1 : group > panels ? panels : group;

@@ -11,7 +11,8 @@
 
 namespace {
 
-// Queries times query heads of a task: enough that laying out a block of keys costs little.
+// Queries times query heads of a task: enough that finding a block of keys, and loading it into the
+// first-level cache, costs little.
 constexpr int64_t TASK_QUERIES = 192;
 
 // And a multiple of the tiles' heights, where there are enough.
