@@ -112,6 +112,8 @@ STORED: Mapping[str, Mapping[str, object]] = {
         },
     },
     "mxfp4": {},
+    "modelopt": {"quant_algo": "NVFP4"},
+    "modelopt_fp4": {"quant_algo": "NVFP4"},
     "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
 }
 """A quantization config by `quant_method`."""

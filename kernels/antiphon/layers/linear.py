@@ -213,7 +213,7 @@ def quantized_sources(
         fields = storage.fields(*shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    gathering = _WeightAssembler(storage, fields, shape, part, take)
+    gathering = _WeightAssembler(name, storage, fields, shape, part, take)
     wider = part.aligned(fields, *shape)
     for one in fields:
         yield WeightSource(
@@ -227,6 +227,7 @@ def quantized_sources(
 
 @dataclass(slots=True)
 class _WeightAssembler:
+    name: str
     storage: StorageLayout
     fields: WeightFields
     shape: tuple[int, int]
@@ -257,7 +258,10 @@ class _WeightAssembler:
         stored = {one.suffix: one.cut(self.received[one.suffix], wider) for one in self.fields}
         outputs = wider.outputs.stop - wider.outputs.start
         inputs = wider.inputs.stop - wider.inputs.start
-        whole = self.storage.dequantize(stored, outputs, inputs)
+        try:
+            whole = self.storage.dequantize(stored, outputs, inputs)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
         return slice_weight(whole, *piece.within(wider))
 
 

@@ -30,6 +30,8 @@ class QuantizationMethod(StrEnum):
     BITSANDBYTES = "bitsandbytes"
     GGUF = "gguf"
     MXFP4 = "mxfp4"
+    MODELOPT = "modelopt"
+    MODELOPT_FP4 = "modelopt_fp4"
     TORCHAO = "torchao"
     TORCHAO_INT8WO = "torchao-int8wo"
     TORCHAO_INT4WO_32 = "torchao-int4wo-32"
@@ -192,6 +194,25 @@ class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
         return MX_GROUP
 
 
+class Nvfp4(QuantizationScheme, frozen=True, kw_only=True):
+    """NVFP4: E2M1 with an FP8 (e4m3) scale per 16 weights, and a float32 one for the tensor.
+
+    `divides` is whether the tensor's scale is stored as its reciprocal, as compressed-tensors does.
+    """
+
+    divides: bool
+
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return grouped_bytes(4, NV_GROUP, zeros=False, scale_bytes=scale_bytes)
+
+    def group_of(self, inputs: int) -> int:
+        return NV_GROUP
+
+
+NV_GROUP = 16
+"""Weights of NVFP4 that share a scale."""
+NV_GPU_BYTES = 0.5
+"""More bytes a weight of NVFP4 on a GPU, which has groups of 16 with codes of 8 bits only."""
 MX_GROUP = 32
 """Weights that share a scale."""
 MX_SCALE_BYTES = 2
@@ -315,6 +336,7 @@ AUXILIARY_TENSORS = (
     *(".weight_scale", ".weight_scale_inv", "._weight_scale", ".scales", ".SCB", ".absmax"),
     *(".quant_map", ".nested_absmax", ".nested_quant_map", ".k_scale", ".v_scale"),
     *(".input_scale", ".activation_scale", ".output_scale"),
+    *(".weight_scale_2", ".weight_global_scale", ".input_global_scale"),
 )
 """Suffixes of unquantized tensors that are stored with a weight."""
 
@@ -360,6 +382,8 @@ def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:
     if kinds == (QuantizationMethod.W8A8_INT8, QuantizationMethod.COMPRESSED_TENSORS):
         # The same weights, under the name of SGLang's kernel for them.
         return stored.int8_exact and stored.dynamic_activations
+    if requested is QuantizationMethod.MODELOPT:
+        return stored.method is QuantizationMethod.MODELOPT_FP4
     return GPU_KERNELS.get(requested, requested) is stored.method
 
 

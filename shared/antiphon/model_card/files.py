@@ -81,8 +81,22 @@ class ModelFiles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
-        text_config = text_model_config(_object(config, str(file)))
+        fields = self._with_quantization(_object(config, str(file)))
+        text_config = text_model_config(fields)
         return complete_config(_override(text_config, overrides))
+
+    def _with_quantization(self, config: Fields) -> Fields:
+        """The config with what older versions of ModelOpt wrote to a file of its own."""
+        file = self.folder / "hf_quant_config.json"
+        if "quantization_config" in config or not file.exists():
+            return config
+        written = parse_json(file.read_bytes(), _ModelOptFile, str(file)).quantization
+        said = {"quant_method": msgspec.Raw(b'"modelopt"'), **written}
+        return config | {"quantization_config": msgspec.Raw(msgspec.json.encode(said))}
+
+
+class _ModelOptFile(msgspec.Struct):
+    quantization: Fields
 
 
 ModelLocation = Path | ModelFiles

@@ -18,7 +18,10 @@ T = TypeVar("T")
 _SOURCE = "config.json: quantization_config"
 CACHE_SCALES = (".q_scale", ".k_zero_point", ".v_zero_point")
 """Suffixes for a quantized KV cache, besides the scales of keys and values."""
-ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
+ACTIVATION_SCALES = (
+    *(".input_scale", ".activation_scale", ".output_scale"),
+    *(".input_zero_point", ".input_global_scale"),
+)
 """Suffixes of static activation scales, which are not used."""
 
 
@@ -258,6 +261,35 @@ class _Compressed(msgspec.Struct):
         )
 
 
+class _ModelOpt(msgspec.Struct):
+    """What ModelOpt writes to config.json, or to hf_quant_config.json with `exclude_modules`."""
+
+    quant_algo: str = ""
+    group_size: int | None = None
+    config_groups: Mapping[str, _Group] = {}
+    ignore: Names = None
+    exclude_modules: Names = None
+
+    def config(self) -> QuantizationConfig:
+        _only("quant_algo", self.quant_algo, "NVFP4")
+        _only("group_size", self.group_size, None, schemes.NV_GROUP)
+        for name, group in self.config_groups.items():
+            if group.weights is not None:
+                _nvfp4(f"config_groups.{name}.weights", group.weights, None)
+        return QuantizationConfig(
+            method=QuantizationMethod.MODELOPT_FP4,
+            rules=schemes.every_linear(schemes.Nvfp4(count=2, divides=False)),
+            plain=tuple(map(_wildcard, [*(self.ignore or ()), *(self.exclude_modules or ())])),
+            head=True,
+            ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
+        )
+
+
+def _wildcard(text: str) -> Pattern:
+    """ModelOpt's names of modules, with `*` for anything: those, and all within them."""
+    return _pattern(rf"{'.*'.join(map(re.escape, text.split('*')))}(\.|$)", "regex")
+
+
 def _target(text: str) -> Pattern:
     """The pattern of a target: a regular expression, all linear layers, or a name."""
     if text.startswith("re:"):
@@ -269,11 +301,14 @@ def _scheme(name: str, group: _Group, format_: str) -> schemes.QuantizationSchem
     weights = group.weights
     if weights is None:
         raise _refused(f"config_groups.{name} has no weights")
-    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    formats = ("int-quantized", "float-quantized", "naive-quantized")
+    formats = (*formats, "pack-quantized", "nvfp4-pack-quantized")
     _only(f"config_groups.{name}: format", format_, *formats)
     where = f"config_groups.{name}.weights"
     if format_ == "pack-quantized":
         return _packed(where, weights)
+    if format_ == "nvfp4-pack-quantized":
+        return _nvfp4(where, weights, "tensor_group")
     if weights.type == "float":
         return _floats(where, weights)
     _only(f"{where}.num_bits", weights.num_bits, 8)
@@ -311,6 +346,15 @@ def _packed(where: str, weights: _Arguments) -> schemes.QuantizationScheme:
         zero_point=not weights.symmetric,
         ordered=weights.actorder in ("group", "dynamic", True),
     )
+
+
+def _nvfp4(where: str, weights: _Arguments, strategy: str | None) -> schemes.QuantizationScheme:
+    """The scheme of compressed-tensors; ModelOpt's arguments have the same bits and groups."""
+    _only(f"{where}.type", weights.type, "float")
+    _only(f"{where}.num_bits", weights.num_bits, 4)
+    _only(f"{where}.strategy", weights.strategy or strategy, strategy)
+    _only(f"{where}.group_size", weights.group_size or schemes.NV_GROUP, schemes.NV_GROUP)
+    return schemes.Nvfp4(weight=".weight_packed", count=2, divides=True)
 
 
 def _group(size: int) -> int:
@@ -356,6 +400,8 @@ METHODS = {
     "bitsandbytes": _BitsAndBytes,
     "compressed-tensors": _Compressed,
     "mxfp4": _Mxfp4,
+    "modelopt": _ModelOpt,
+    "modelopt_fp4": _ModelOpt,
     "torchao": _Torchao,
 }
 """The form of each tool, by `quant_method`."""

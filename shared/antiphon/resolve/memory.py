@@ -8,7 +8,13 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, LinearFormat
-from antiphon.config.quantization import GPU_KERNELS, QuantizationConfig, choose_quantization
+from antiphon.config.quantization import (
+    GPU_KERNELS,
+    NV_GPU_BYTES,
+    Nvfp4,
+    QuantizationConfig,
+    choose_quantization,
+)
 from antiphon.model_card.card import ModelCard, item_bytes
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
@@ -298,7 +304,14 @@ def _grouped_bytes(
         return kept + wide or None
     # Scales are kept in as many bytes as activations.
     each = None if quantization is None else quantization.grouped_bytes(item_bytes(dtype))
+    if each is not None and gpu and _nvfp4(quantization):
+        each += NV_GPU_BYTES
     return None if each is None else round(count * each)
+
+
+def _nvfp4(quantization: QuantizationConfig | None) -> bool:
+    rules = () if quantization is None else quantization.rules
+    return any(isinstance(rule.scheme, Nvfp4) for rule in rules)
 
 
 def _quantization(
@@ -314,7 +327,10 @@ def _quantization(
         return ResolvedValue(name, f"{said} is a GPU kernel; the weights are in {name} format")
     if quantization.online:
         return ResolvedValue(name, "model.quantization: weights are quantized while loading")
-    return ResolvedValue(name, "config.json" if card.quantization else "model.quantization")
+    reason = "config.json" if card.quantization else "model.quantization"
+    if _nvfp4(quantization):
+        reason += "; weights alone (W4A16): stored scales of activations are not used"
+    return ResolvedValue(name, reason)
 
 
 def _count(card: ModelCard, quantization: QuantizationConfig | None, *, gpu: bool) -> int:

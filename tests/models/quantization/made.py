@@ -257,6 +257,39 @@ def mxfp4(weight: Tensor) -> Made:
     return Made({"_blocks": blocks, "_scales": scales}, said.t())
 
 
+def nvfp4(*, divides: bool) -> Callable[[Tensor], Made]:
+    """Packed by hand in either form; what they say in float64, by the fields of each code."""
+
+    def make(weight: Tensor) -> Made:
+        outputs, inputs = weight.shape
+        grouped = weight.view(outputs, -1, 16)
+        whole = weight.abs().max() / (6 * 448)
+        scales = e4m3(grouped.abs().amax(-1) / 6 / whole)
+        codes = torch.arange(8)
+        exponents, mantissas = codes >> 1, (codes & 1).double() / 2
+        normal = (1 + mantissas) * 2.0 ** (exponents - 1)
+        table = torch.where(exponents == 0, mantissas, normal)
+        small = grouped.double() / (scales.double() * whole.double())[..., None]
+        nearest = (small.abs()[..., None] - table).abs().argmin(-1)
+        signed = (nearest + 8 * (small < 0)).view(outputs, -1, 2).to(torch.uint8)
+        packed = signed[..., 0] | (signed[..., 1] << 4)
+        values = torch.where(small < 0, -table[nearest], table[nearest])
+        if divides:
+            stored = {".weight_packed": packed, ".weight_global_scale": (1 / whole).view(1)}
+            stored[".input_global_scale"] = torch.tensor([1.5])
+            each = scales.double() / stored[".weight_global_scale"].double()
+        else:
+            stored = {".weight": packed, ".weight_scale_2": whole}
+            stored[".input_scale"] = torch.tensor(0.7)
+            each = scales.double() * whole.double()
+        # The format's scale of a group is a number of float32.
+        said = values * each.float().double()[..., None]
+        stored[".weight_scale"] = scales
+        return Made(stored, said.float().view(outputs, inputs))
+
+    return make
+
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of a word's eight columns lies at its first four bits, its next four, and so on."""
 

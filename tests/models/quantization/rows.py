@@ -25,6 +25,7 @@ from tests.models.quantization.made import (
     gptq,
     llm_int8,
     mxfp4,
+    nvfp4,
     packed_in_order_of_size,
     torchao_int4,
     torchao_int8,
@@ -172,6 +173,8 @@ def compressed_config(
 TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+NV_GROUPS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
 def compressed_row(
@@ -384,6 +387,33 @@ ROWS: tuple[Row, ...] = (
         },
         kept="grouped",
         grouped_bytes=0.5 + 2 / 32,
+    ),
+    *(
+        Row(
+            f"nvfp4 of {tool}",
+            config,
+            nvfp4(divides=divides),
+            {
+                "nibbles swapped": {weight: swapped},
+                "scale of the tensor inverted": {whole: torch.reciprocal},
+                **SCALES_TURNED,
+            },
+            skipped=skipped,
+            kept="grouped",
+            grouped_bytes=0.5 + 2 / 16,
+        )
+        for tool, config, divides, skipped, weight, whole in (
+            (
+                "ModelOpt",
+                {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+                *(False, "exclude_modules", ".weight", ".weight_scale_2"),
+            ),
+            (
+                "compressed-tensors",
+                compressed_config("nvfp4-pack-quantized", NV_GROUPS),
+                *(True, "ignore", ".weight_packed", ".weight_global_scale"),
+            ),
+        )
     ),
     Row(
         "torchao int8wo",

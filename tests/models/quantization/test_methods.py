@@ -460,6 +460,35 @@ def test_a_linear_whose_tensors_contradict_its_config_is_named(tmp_path: Path) -
         load(stored)
 
 
+NV_NAME = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("weight_scale", lambda one: one[:, :-1].contiguous(), r"weight_scale \(320, 15\), not"),
+        ("weight", lambda one: one[:, :-8].contiguous(), r"weight \(320, 120\), not \(320, 128\)"),
+        ("weight_scale", lambda one: one.float(), "weight_scale float32, not float8_e4m3fn"),
+        ("weight_scale_2", torch.zeros_like, "weight_scale_2 0.0 is not a positive number"),
+        ("weight_scale_2", None, "missing: .*weight_scale_2"),
+    ],
+)
+def test_nvfp4_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, suffix: str, change: Change | None, message: str
+) -> None:
+    stored, _ = write(tmp_path, BY_NAME["nvfp4 of ModelOpt"])
+    name = f"{NV_NAME}.{suffix}"
+
+    def edited(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        one = tensors.pop(name)
+        return tensors if change is None else tensors | {name: change(one)}
+
+    change_tensors(stored, edited)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(stored)
+    assert NV_NAME in str(caught.value)
+
+
 def test_sizes_that_cannot_be_stored_so_are_named(tmp_path: Path) -> None:
     stored, _ = write(tmp_path, BY_NAME["awq"])
     overrides = json.dumps({"quantization_config": {"quant_method": "awq", "group_size": 96}})

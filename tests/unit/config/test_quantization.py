@@ -15,6 +15,7 @@ from tests.unit.config.test_sglang import serve
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.quantization import (
+    Nvfp4,
     Pattern,
     QuantizationConfig,
     QuantizationMethod,
@@ -48,6 +49,8 @@ W8A8 = said(
     config_groups={"a": GROUP | {"input_activations": {"dynamic": True}}},
 )
 
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+
 
 def compressed(**change: object) -> dict[str, object]:
     fields = {"quant_method": "compressed-tensors", "format": "int-quantized"}
@@ -64,6 +67,32 @@ def test_most_checkpoints_say_nothing(config: bytes) -> None:
 def test_compressed_tensors_are_read_as_all_their_versions_say_it(field: str, status: str) -> None:
     config = {field: compressed(quantization_status=status)}
     assert read_quantization(json.dumps(config).encode()) == said(**compressed())
+
+
+def test_modelopt_excludes_modules_by_wildcards() -> None:
+    found = said(
+        quant_method="modelopt",
+        quant_algo="NVFP4",
+        exclude_modules=["lm_head", "model.layers.0.*", "model.layers.1.self_attn"],
+    )
+    assert found.scheme("model.layers.1.mlp.up_proj") == Nvfp4(count=2, divides=False)
+    for name in ("lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"):
+        assert found.scheme(name) is None, name
+    for name in ("model.layers.10.mlp.up_proj", "model.layers.1.self_attn_2", "model_layers.0.a"):
+        assert found.scheme(name) is not None, name
+    for method in (QuantizationMethod.MODELOPT, QuantizationMethod.MODELOPT_FP4):
+        assert choose_quantization(found, method) is found
+    with pytest.raises(ConfigError, match="is quantized with modelopt_fp4"):
+        choose_quantization(found, QuantizationMethod.MXFP4)
+
+
+def test_modelopt_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, CONFIG)
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    written = json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization})
+    (folder / "hf_quant_config.json").write_text(written)
+    write_weights(folder / "model.safetensors")
+    assert read_card(folder).quantization == said(quant_method="modelopt", **quantization)
 
 
 def torchao(name: str, **data: object) -> dict[str, object]:
@@ -96,8 +125,27 @@ def torchao(name: str, **data: object) -> dict[str, object]:
             "bnb_4bit_quant_storage 'f' is not supported, only uint8",
         ),
         (
+            compressed(format="marlin-24"),
+            "format 'marlin-24' is not supported",
+        ),
+        (
             compressed(format="nvfp4-pack-quantized"),
-            "format 'nvfp4-pack-quantized' is not supported",
+            "config_groups.a.weights.type 'int' is not supported, only float",
+        ),
+        (
+            compressed(
+                format="nvfp4-pack-quantized",
+                config_groups={"a": {"targets": ["Linear"], "weights": NVFP4 | {"group_size": 32}}},
+            ),
+            "config_groups.a.weights.group_size 32 is not supported, only 16",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quant_algo 'MIXED_PRECISION' is not supported, only NVFP4",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            "group_size 32 is not supported, only None or 16",
         ),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         (compressed(transform_config={"R1": {}}), "rotated weights"),
@@ -224,7 +272,7 @@ def test_plain_checkpoints_are_rounded_at_loading_where_that_was_asked_for() -> 
 
 def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
     for line, why in {
-        "--quantization modelopt_fp4": "is not read",
+        "--quantization modelopt_fp8": "is not read",
         "--torchao-config int4wo-256": "32, 64 or 128",
         "--torchao-config fp8wo": "",
         "--kv-cache-dtype fp4_e2m1": "use fp8_e4m3",
@@ -246,6 +294,18 @@ def plan(
         weights=Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4),
     )
     return decide(device, card, **said)
+
+
+def test_the_plan_has_nvfp4_with_activations_in_the_dtype() -> None:
+    nvfp4 = said(quant_method="modelopt", quant_algo="NVFP4")
+    found = plan(nvfp4)
+    assert found.quantization.value == "modelopt_fp4"
+    assert found.quantization.reason.endswith("(W4A16): stored scales of activations are not used")
+    assert found.weight_bytes.value == GIB // 2 + round(GIB // 4 * (0.5 + 2 / 16))
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
+    found = plan(nvfp4, gpu, model__device="cuda")
+    assert found.quantized.value is LinearFormat.GROUPED
+    assert found.weight_bytes.value == GIB // 2 + round(GIB // 4 * (1 + 2 / 16))
 
 
 def test_four_bits_are_kept_in_groups_and_the_plan_says_what_that_takes() -> None:

@@ -1,7 +1,8 @@
-"""Four bits: NF4 and FP4 of bitsandbytes, and MXFP4, by table lookup; torchao's int4, by scales.
+"""Four bits: NF4 and FP4 of bitsandbytes, MXFP4, NVFP4, by table lookup; torchao's int4, by scales.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314 (NF4, nested scales); the OCP Microscaling Formats
-specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks).
+specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks); those of
+ModelOpt and compressed-tensors (NVFP4).
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 """E2M1: a sign, two bits of exponent, one of mantissa."""
 # Powers of two, which bfloat16 has in the same range.
 MX_GROUPS = Grouping(4, MX_BLOCK, torch.bfloat16, minimums=False, values=FP4)
+
+NV_BLOCK = 16
+# Twice E2M1, with half the scales: a GPU has whole numbers in groups of 16, as bytes.
+NV_GROUPS = Grouping(
+    4, NV_BLOCK, torch.float32, minimums=False, values=tuple(2 * value for value in FP4)
+)
 
 
 class _State(msgspec.Struct):
@@ -130,6 +137,48 @@ class Mxfp4Storage:
 
     def grouping(self, inputs: int) -> Grouping | None:
         return MX_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Storage:
+    """Two weights a byte, the low bits first, an e4m3 scale for each 16, and one for the tensor.
+
+    Linears that run as one keep their own: it is multiplied into the scales of groups.
+    """
+
+    divides: bool  # the scale of the tensor is stored as its reciprocal
+
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
+        check_divisible(inputs, NV_BLOCK, "inputs")
+        whole, packed = self._names()
+        scales = (Axis("outputs"), Axis("inputs", NV_BLOCK))
+        return (
+            WeightField(whole, (1,), F32),
+            WeightField(".weight_scale", scales, (torch.float8_e4m3fn,)),
+            WeightField(packed, (Axis("outputs"), Axis("inputs", 2)), BYTES),
+        )
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
+        """E2M1 values with products of both scales.
+
+        Raises:
+            ValueError: The scale of the tensor is no positive number.
+        """
+        whole, packed = (stored[name] for name in self._names())
+        if not bool((whole.isfinite() & (whole > 0)).all()):
+            raise ValueError(f"{self._names()[0]} {whole.item()} is not a positive number")
+        scales = stored[".weight_scale"].float()
+        scales = scales / whole if self.divides else scales * whole
+        return GroupedWeight(NV_GROUPS, unpack_nibbles(packed, high_first=False), scales / 2)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return NV_GROUPS
+
+    def _names(self) -> tuple[str, str]:
+        """The suffixes of the tensor's scale and of the packed weight."""
+        if self.divides:
+            return ".weight_global_scale", ".weight_packed"
+        return ".weight_scale_2", ".weight"
 
 
 @dataclass(frozen=True, slots=True)

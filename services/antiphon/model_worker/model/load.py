@@ -32,6 +32,7 @@ from antiphon.layers.quantization.eight_bit import (
 from antiphon.layers.quantization.four_bit import (
     BitsAndBytesStorage,
     Mxfp4Storage,
+    Nvfp4Storage,
     TorchaoInt4Storage,
 )
 from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
@@ -81,6 +82,7 @@ LAYOUTS: Mapping[type[schemes.QuantizationScheme], type[Any]] = {
     schemes.Packed: PackQuantizedStorage,
     schemes.BitsAndBytes4: BitsAndBytesStorage,
     schemes.Mxfp4: Mxfp4Storage,
+    schemes.Nvfp4: Nvfp4Storage,
 }
 """The layout of each scheme, whose fields are those of the scheme by name."""
 
