@@ -129,7 +129,19 @@ class AfterSeal(Point):
     at = "after seal, before admit"
 
     async def lead_to(self, site: Site, instance: str) -> None:
-        os.kill(site.pid(await site.strike(WORKER)), signal.SIGKILL)
+        """Kill a worker as its tokens come to a detokenizer: only then is anything continued."""
+        worker, marked = await site.strike(WORKER), site.link.rule
+        pid, killed = site.pid(worker), asyncio.Event()
+
+        def rule(message: LinkMessage) -> Action:
+            if not killed.is_set() and not message.sent and _streams(message, worker):
+                os.kill(pid, signal.SIGKILL)
+                killed.set()
+            return marked(message)
+
+        site.link.rule = rule
+        async with asyncio.timeout(REACHED_S):
+            await killed.wait()
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
         continues = any(admit.continues is not None for admit in _admits(message))
@@ -225,6 +237,14 @@ def _finishes(message: LinkMessage) -> bool:
     """Whether these are the last tokens of a choice."""
     batch = read_message(TOKENS, message)
     return isinstance(batch, TokenBatch) and any(row.finish_reason for row in batch.rows)
+
+
+def _streams(message: LinkMessage, worker: str) -> bool:
+    """Whether these are tokens of a worker's, of a choice that has more to come."""
+    batch = read_message(TOKENS, message)
+    if not isinstance(batch, TokenBatch) or batch.worker.instance != worker:
+        return False
+    return any(not row.finish_reason for row in batch.rows)
 
 
 def _admits(message: LinkMessage) -> list[Admit]:

@@ -134,7 +134,7 @@ class Reader(threading.Thread):
                 stream = client.completions.create(
                     model=self._stack.model,
                     prompt=f"Count from {self._number} to 900:",
-                    max_tokens=700,
+                    max_tokens=1800,
                     temperature=0,
                     stream=True,
                     timeout=DEADLINE_S,

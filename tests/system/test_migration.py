@@ -13,7 +13,7 @@ from tests.system.stack import Stack, module_stack, pages_in_use, wait_until
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 STREAMS = 6
-TOKENS = 600
+TOKENS = 1800
 DEADLINE_S = 60.0
 
 stack = module_stack("--enable-deterministic-inference")
