@@ -94,8 +94,14 @@ def test_chunks_of_a_prompt_are_longer_while_there_is_no_other_request() -> None
 
 
 def test_pages_of_a_window_are_reserved_for_a_chunk_of_a_prompt_alone() -> None:
-    limits = {"step_tokens_max": 64, "chunk_tokens": 8, "alone_tokens": 60}
-    steps = Steps(pages=60, window=8, context_tokens=200, **limits)
+    steps = Steps(
+        pages=60,
+        window=8,
+        context_tokens=200,
+        step_tokens_max=64,
+        chunk_tokens=8,
+        alone_tokens=60,
+    )
     steps.add(1, [1] * 150, max_new_tokens=3)
     assert steps.go() == [(1, 60)]
     budget = steps.batching.batch.page_budget
