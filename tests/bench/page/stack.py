@@ -63,7 +63,8 @@ an image, 4 layers of text, float32), and wait for one token: with one encoder a
 transformers in one process on the same files. Times are in ms, of an image or of a request: to the
 first token (median), and, as means, to fetch the image from the gateway, to decode and resize it,
 in tower and projector, and to fetch the embedding. Medians of {rounds} rounds. vLLM is not
-compared: its LLaVA imports torchvision, whose builds on PyPI load beside torch's build for CUDA only.
+compared: its LLaVA imports torchvision, whose builds on PyPI work beside
+torch's build for CUDA only.
 """
 TEXTS_BESIDE_HEAD = """
 ### Texts beside images
