@@ -136,7 +136,12 @@ class ModelWorker:
         self._mailbox = Mailbox(live_max)
         self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
         self._loop = BatchingLoop(
-            engine.step_core, engine.in_turn(), self._mailbox, self._on_report, ahead=engine.ahead
+            engine.step_core,
+            engine.in_turn(),
+            self._mailbox,
+            self._on_report,
+            ahead=engine.ahead,
+            prepare=engine.prepare,
         )
         batching = settings.batching
         self._dumps = PlanDumps(

@@ -108,7 +108,8 @@ class BatchingLoop(Generic[Rows]):
     So many steps are launched `ahead`, before the outcomes of those before them are read. What a
     row may sample can depend on tokens in flight: the sampling part of such a plan follows when all
     plans before it are committed, while its forward pass is computed. `deliver` receives every
-    report, in order, in the loop's thread.
+    report, in order, in the loop's thread. While there is nothing to do, `prepare` is called for
+    short work ahead of later steps, until it says that none is left.
 
     A plan that cannot be built or raises is run again in halves until the request at fault is
     alone. A request that cannot be added, planned or committed ends alone; where the fault cannot
@@ -130,6 +131,7 @@ class BatchingLoop(Generic[Rows]):
         *,
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 0,
+        prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         self.recorder = FlightRecorder(core.cache_groups)
         self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
@@ -143,6 +145,7 @@ class BatchingLoop(Generic[Rows]):
         self._deliver = deliver
         self._clock = clock
         self._ahead = ahead
+        self._prepare = prepare
         self._flights = deque[LaunchedStep[Rows]]()
         self._undelivered: StepReport | None = None
         self._capacity = core.capacity()
@@ -282,6 +285,8 @@ class BatchingLoop(Generic[Rows]):
         idle = not self._flights and (self.paused or self._core.idle or self._core.starved)
         if idle:
             self.progress_count = 0
+            while not self._mailbox.has_news and self._prepare():
+                pass
         # Requests may time out during a pause.
         due = self._core.next_due if idle else None
         timeout_s = None if due is None else max(0.0, due - self._clock())

@@ -108,13 +108,18 @@ class Mailbox:
             self._closed = True
             self._news.notify()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would return at once with mail, or with the end."""
+        return self._closed or bool(self._mail)
+
     def take(self, *, wait: bool, timeout_s: float | None = None) -> Mail | None:
         """Take everything out, if `wait` after a sleep until there is something. None: closed."""
-        if not (wait or self._closed or self._mail):
+        if not (wait or self.has_news):
             return NOTHING  # without the lock: mail that arrives now is taken the next time
         with self._news:
             if wait:
-                self._news.wait_for(lambda: self._closed or bool(self._mail), timeout_s)
+                self._news.wait_for(lambda: self.has_news, timeout_s)
             if self._closed:
                 return None
             if not self._mail:

@@ -32,6 +32,7 @@ class PagePool:
         self.total = total
         # A stack: the page that was freed last is the warmest in the processor's cache.
         self._free = list(range(total - 1, -1, -1))
+        self._fresh = total  # at its bottom, which were never allocated
         self._holders = array("i", bytes(4 * (total + 1)))  # the last: none of a hole, which is -1
         self.holder_counts = np.frombuffer(self._holders, np.int32)
         """(P,) `holders` of all pages, as a view; 0 at -1, which is a hole."""
@@ -42,6 +43,11 @@ class PagePool:
         self._fenced: deque[tuple[int, int]] = deque()  # (step that may still read it, page)
         self._step_launched = 0
         self._step_finished = 0
+
+    @property
+    def fresh_from(self) -> int:
+        """The first of the pages that were never allocated, which all those after it are, too."""
+        return self.total - self._fresh
 
     @property
     def free_count(self) -> int:
@@ -74,6 +80,7 @@ class PagePool:
         """The caller has checked `free_count`."""
         assert count <= len(self._free), "more pages allocated than are free"
         pages = [self._free.pop() for _ in range(count)]
+        self._fresh = min(self._fresh, len(self._free))
         for page in pages:
             self._holders[page] = 1
         return pages

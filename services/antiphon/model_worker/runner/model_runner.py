@@ -44,6 +44,7 @@ from antiphon.model_worker.runner.pools import (
     attention_of,
     kv_shape,
 )
+from antiphon.model_worker.runner.prefault import Prefault
 from antiphon.model_worker.runner.required_kernels import (
     capability_of,
     require_invariant,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import ForwardContext
     from antiphon.model_worker.cache.codec import PageMemory
+    from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.runner.draft_model import DraftModel
@@ -231,6 +233,19 @@ class ModelRunner:
     def page_memories(self) -> list[PageMemory]:
         """Those of all groups, for threads that copy pages; last that of a draft model."""
         return [pool.memory for pool in self._every_pool]
+
+    def prefault(self, pages: CachePools) -> Prefault:
+        """What touches the memory of pools before steps do; that of a device is there already."""
+        if self._model.build.device_kind != "cpu":
+            return Prefault(())
+        memories = [pool.memory for pool in self._every_pool]
+        allocated = zip(pages.groups, pages.pools, strict=True)
+        return Prefault(
+            (pool, memory)
+            for group, pool in allocated
+            for memory in memories
+            if memory.group is group
+        )
 
     @property
     def _every_pool(self) -> Sequence[KvPool | StatePool]:

@@ -74,6 +74,8 @@ class Engine:
     """The engine cores of all attention groups, if there are several."""
     kernels: tuple[KernelChoice, ...] = ()
     """The backend of each operation; of several ranks, on the first one."""
+    prepare: Callable[[], bool] = lambda: False
+    """Does a piece of work ahead of later steps, if there is any: see `Prefault`."""
 
     @property
     def step_core(self) -> StepCore[Any]:
@@ -239,7 +241,8 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         places = [files] if draft_place is None else [files, draft_place]
         core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
     runner, kernels = lead or model.runner, kernel_choices(model)
-    return Engine(core, runner, resolved, compiler, lead, shards, groups, kernels)
+    prepare = model.runner.prefault(core.pools).touch
+    return Engine(core, runner, resolved, compiler, lead, shards, groups, kernels, prepare)
 
 
 def _check_stored(resolved: ResolvedConfig) -> None:
