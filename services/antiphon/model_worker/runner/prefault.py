@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 AHEAD_BYTES: Final = 128 * 1024**2
 """Bytes of a pool that are touched before it is used, and at least so many beyond that."""
+AHEAD_TIMES: Final = 4
+"""How far a pool is touched, as a multiple of how far it has been used: a load that leaves no idle
+moment grows on what was touched before it."""
 PIECE_BYTES: Final = 2 * 1024**2
 """Bytes that are touched at a time, a huge page: mail that arrives meanwhile waits for no more."""
 
 
 class Prefault:
-    """Touches the pages that no request has had yet, as far again as a pool has been used.
+    """Touches the pages that no request has had yet, by how far their pool has been used.
 
     It writes zeros to them, which they are: the caller is the thread that allocates pages. A pool
     that is used little stays small.
@@ -53,7 +56,7 @@ class _TouchedPool:
         fresh = self._pages.fresh_from
         if not self._pieces or self._pieces[-1][1] < fresh:
             first = max(self._touched, fresh)
-            wanted = min(self._pages.total, max(2 * fresh, fresh + self._ahead))
+            wanted = min(self._pages.total, max(AHEAD_TIMES * fresh, fresh + self._ahead))
             end = min(wanted, first + self._run)
             self._pieces = [(layer, first, end) for layer in range(len(self._layers))]
             if first >= end or not self._pieces:
