@@ -1,8 +1,8 @@
-// Bf16 rows by panels of bf16 on AMX: squares of 16 rows by 16 outputs, four at a time.
+// Bf16 rows by panels of bf16 on AMX: tiles of 16 rows by 16 outputs, four at a time.
 //
 // Sixteen pairs of inputs of half a panel are a tile as they lie, and so are as many inputs of
-// sixteen rows. An output is summed 32 inputs at a step, in one square, whatever rows are beside
-// its own: one row alone is summed on squares too, and has the same bits. They are not the bits of
+// sixteen rows. An output is summed 32 inputs at a step, in one tile, whatever rows are beside
+// its own: one row alone is summed in tiles too, and has the same bits. They are not the bits of
 // the dot products of AVX-512, which add the products of a step in another order.
 // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 
@@ -37,7 +37,7 @@ class AmxTiles {
         if (upper_) _tile_release();
     }
 
-    // Give the squares of sums, and their squares of rows, so many rows.
+    // Give the tiles of sums, and those of x that they are of, so many rows.
     void shape(int64_t upper, int64_t lower) {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper;

@@ -64,15 +64,15 @@ static BytePlanes split_rows_to_bytes(const bf16 *x, int64_t inputs, int64_t row
 // Tiles 0 and 1 are sums of upper bytes, 2 and 3 of lower ones; 4 and 5 are rows, 6 and 7 panels.
 class ByteTiles {
   public:
-    // How often a step asks the memory.
-    static constexpr int64_t ASKS = 4;
+    // How often a step prefetches.
+    static constexpr int64_t PREFETCHES = 4;
 
     ByteTiles(
         const PackedLinear &linear, const BytePlanes &planes, void *y, Epilogue epilogue,
         PrefetchRange prefetch)
         : linear_(linear), planes_(planes), y_(y), epilogue_(epilogue), prefetch_(prefetch) {}
 
-    // Up to SQUARE rows of the planes, from `row` on, the `first + row`-th of y, by a panel.
+    // Up to AMX_ROWS rows of the planes, from `row` on, the `first + row`-th of y, by a panel.
     template <Resident RESIDENT>
     void multiply(
         int64_t row, int64_t first, int64_t height, int64_t panel, const int8_t *weights) {
@@ -80,7 +80,7 @@ class ByteTiles {
         const int8_t *upper = planes_.upper + row * planes_.stride;
         const int8_t *lower = planes_.lower + row * planes_.stride;
         a_step_ = ceil_div(pending_.rows * BYTES_STEP, inputs);
-        squares_.shape(height, height);
+        amx_.shape(height, height);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -164,7 +164,7 @@ class ByteTiles {
     void *const y_;
     const Epilogue epilogue_;
     PrefetchRange prefetch_;
-    AmxTiles squares_;
+    AmxTiles amx_;
     PendingRows pending_ = {};
     int64_t a_step_ = 0;  // rows that are finished in a step
     int64_t done_ = 0;    // rows of the sums that are left which are finished
@@ -179,19 +179,20 @@ static void int8_linear_amx(
     const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const BytePlanes &planes,
     int64_t first, int64_t rows, void *y, Epilogue epilogue, PrefetchRange prefetch) {
     const int64_t tiles = ceil_div(rows, AMX_ROWS), panels = panel_last - panel_first;
-    const int64_t asks = tiles * panels * ceil_div(linear.inputs, BYTES_STEP) * ByteTiles::ASKS;
-    ByteTiles squares(
+    const int64_t steps =
+        tiles * panels * ceil_div(linear.inputs, BYTES_STEP) * ByteTiles::PREFETCHES;
+    ByteTiles products(
         linear, planes, y, epilogue,
-        prefetch_beside(linear, panel_first, panels, tiles, asks, prefetch));
+        prefetch_beside(linear, panel_first, panels, tiles, steps, prefetch));
     for (int64_t panel = panel_first; panel < panel_last; ++panel) {
         const auto *weights =
             static_cast<const int8_t *>(linear.panels) + panel * panel_bytes(linear);
         by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
-            if (tiles > 1) squares.multiply<Resident::panel>(row, first, height, panel, weights);
-            else squares.multiply<Resident::rows>(row, first, height, panel, weights);
+            if (tiles > 1) products.multiply<Resident::panel>(row, first, height, panel, weights);
+            else products.multiply<Resident::rows>(row, first, height, panel, weights);
         });
     }
-    squares.finish();
+    products.finish();
 }
 
 #else

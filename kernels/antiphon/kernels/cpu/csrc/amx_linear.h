@@ -1,4 +1,4 @@
-// A packed linear on AMX: tiles of 32 rows by a panel, four squares of sums.
+// A packed linear on AMX: tiles of 32 rows by a panel, four AMX tiles of sums.
 
 #pragma once
 
@@ -21,20 +21,20 @@ namespace ISA_NS {
 enum class Resident { rows, panel };
 
 // The tiles of one chunk, one after the other. Between the products of one, the sums of the one
-// before are finished, and the memory is asked for what comes later: other units do that.
-class SquareTiles {
+// before are finished, and what comes later is prefetched: other units do that.
+class Bf16Tiles {
   public:
-    // How often a step asks the memory.
-    static constexpr int64_t ASKS = 4;
+    // How often a step prefetches.
+    static constexpr int64_t PREFETCHES = 4;
 
-    SquareTiles(const PackedLinear &linear, void *y, Epilogue epilogue, PrefetchRange prefetch)
+    Bf16Tiles(const PackedLinear &linear, void *y, Epilogue epilogue, PrefetchRange prefetch)
         : linear_(linear), y_(y), epilogue_(epilogue), prefetch_(prefetch) {}
 
-    // Up to SQUARE_ROWS rows, the `row`-th of y and on, by a panel.
+    // Up to AMX_BLOCK_ROWS rows, the `row`-th of y and on, by a panel.
     template <Resident RESIDENT>
     void multiply(const bf16 *x, int64_t row, int64_t height, int64_t panel, const bf16 *weights) {
         const int64_t upper = height < AMX_ROWS ? height : AMX_ROWS, lower = height - upper;
-        squares_.shape(upper, lower);
+        amx_.shape(upper, lower);
         if (lower) multiply<RESIDENT, true>(x, height, weights);
         else multiply<RESIDENT, false>(x, height, weights);
         finish();
@@ -125,21 +125,21 @@ class SquareTiles {
     void *const y_;
     const Epilogue epilogue_;
     PrefetchRange prefetch_;
-    AmxTiles squares_;
+    AmxTiles amx_;
     PendingRows pending_ = {};
     int64_t a_step_ = 0;  // rows that are finished in a step
     int side_ = 0;
     alignas(64) float sums_[2][AMX_BLOCK_ROWS][PANEL];
 };
 
-// What is asked of the memory while `tiles` tiles of rows meet some panels in so many steps: what
+// What is prefetched while `tiles` tiles of rows are multiplied by some panels in so many steps: what
 // comes, and where the panels are read once, what lies a little further on in them.
 static PrefetchRange prefetch_beside(
-    const PackedLinear &linear, int64_t panel, int64_t panels, int64_t tiles, int64_t asks,
+    const PackedLinear &linear, int64_t panel, int64_t panels, int64_t tiles, int64_t steps,
     PrefetchRange prefetch) {
     const char *weights = static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
-    if (tiles > 1) prefetch.share(asks);
-    else prefetch.share_beside(weights, panels * panel_bytes(linear), asks);
+    if (tiles > 1) prefetch.share(steps);
+    else prefetch.share_beside(weights, panels * panel_bytes(linear), steps);
     return prefetch;
 }
 
@@ -157,28 +157,28 @@ static void linear_amx(
     const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const bf16 *x,
     int64_t first, int64_t rows, void *y, Epilogue epilogue, PrefetchRange prefetch) {
     const int64_t tiles = ceil_div(rows, AMX_BLOCK_ROWS), panels = panel_last - panel_first;
-    const int64_t asks = tiles * panels * ceil_div(linear.inputs, STEP) * SquareTiles::ASKS;
-    SquareTiles squares(
-        linear, y, epilogue, prefetch_beside(linear, panel_first, panels, tiles, asks, prefetch));
-    const auto meet = [&](auto stays, int64_t row, int64_t height, int64_t panel) {
+    const int64_t steps = tiles * panels * ceil_div(linear.inputs, STEP) * Bf16Tiles::PREFETCHES;
+    Bf16Tiles products(
+        linear, y, epilogue, prefetch_beside(linear, panel_first, panels, tiles, steps, prefetch));
+    const auto multiply = [&](auto stays, int64_t row, int64_t height, int64_t panel) {
         const char *weights =
             static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
-        squares.multiply<stays()>(
+        products.multiply<stays()>(
             x + row * linear.inputs, first + row, height, panel,
             reinterpret_cast<const bf16 *>(weights));
     };
     if (panels < tiles) {
         for (int64_t panel = panel_first; panel < panel_last; ++panel)
             by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
-                meet(std::integral_constant<Resident, Resident::panel>(), row, height, panel);
+                multiply(std::integral_constant<Resident, Resident::panel>(), row, height, panel);
             });
     } else {
         by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
             for (int64_t panel = panel_first; panel < panel_last; ++panel)
-                meet(std::integral_constant<Resident, Resident::rows>(), row, height, panel);
+                multiply(std::integral_constant<Resident, Resident::rows>(), row, height, panel);
         });
     }
-    squares.finish();
+    products.finish();
 }
 
 #else

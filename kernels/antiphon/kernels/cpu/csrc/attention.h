@@ -23,7 +23,7 @@ INLINE void attend_tile_of(
     attend_tile<T, K, R>(call, task, first, block, room);
 }
 
-// Queries `first` to `last` - 1 of the task's meet a block; K is what the cache is kept as.
+// Queries `first` to `last` - 1 of the task's attend to a block; K is what the cache is kept as.
 template <class T, class K>
 static void attend_in_tiles(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int64_t last,
@@ -43,13 +43,13 @@ static void attend_in_tiles(
 // What multiplies the sums of a query whose maximum and weight these are: the value's scale, divided
 // by the weight, in which a sink has its part.
 template <class T>
-INLINE float share_of_sums(const AttentionCall &call, float top, float mass, int64_t query_head) {
+INLINE float output_scale(const AttentionCall &call, float top, float mass, int64_t query_head) {
     if (call.sinks == nullptr) return call.cache.value_scale / mass;
     const float sink = lane_0(load(static_cast<const T *>(call.sinks) + query_head, 1)) * LOG2_E;
     const float most = sink > top ? sink : top;
-    const float kept = lane_0(power_of_two(splat(top - most)));
+    const float rescale = lane_0(power_of_two(splat(top - most)));
     const float added = lane_0(power_of_two(splat(sink - most)));
-    return call.cache.value_scale * kept / (mass * kept + added);
+    return call.cache.value_scale * rescale / (mass * rescale + added);
 }
 
 // The weighted sums of queries of a kv head divided by their weights, as rows of the result; the
@@ -64,7 +64,7 @@ static void write_out(
         const int64_t query_head = head * group + i % group;
         const int64_t at = ((token + i / group) * call.shape.heads * group + query_head) * size;
         T *out = static_cast<T *>(call.out) + at;
-        const F32 share = splat(share_of_sums<T>(call, sums.top[i], sums.mass[i], query_head));
+        const F32 share = splat(output_scale<T>(call, sums.top[i], sums.mass[i], query_head));
         for (int64_t d = 0; d < size; d += LANES) {
             // Adding zero makes one zero of both: the sign of a zero product may depend on keys
             // beyond the query.
@@ -100,7 +100,7 @@ INLINE AttentionSums slot_at(const AttentionCall &call, int64_t slot, int64_t wi
     return {at, at + group * width, at + group * (width + 1)};
 }
 
-// The queries of a task meet its blocks, one after the other; K is what keys and values are kept as.
+// The queries of a task attend to its blocks, one after the other; K is what keys and values are kept as.
 // The `following` task is most likely this thread's next one.
 template <class T, class K>
 static void attend_kept_as(
@@ -109,9 +109,9 @@ static void attend_kept_as(
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
     AttentionScratch<T> room(scratch, call, task);
     BlockReader<T, K> reader(call, task, room.head, room.widen);
-    AmxTiles squares;
-    // Tiles that compute with a block for long are held up more by what is asked for than helped.
-    const bool asks = !USES_AMX<T> || room.queries <= AMX_ROWS;
+    AmxTiles amx;
+    // Tiles that compute with a block for long are held up more by prefetches than helped.
+    const bool prefetches = !USES_AMX<T> || room.queries <= AMX_ROWS;
     AttentionTask one = task;  // a head of the task
     if constexpr (USES_AMX<T>) {
         if (task.heads == 1) gather_queries(call, task, room);
@@ -127,7 +127,7 @@ static void attend_kept_as(
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t i = 0; i < task.heads; ++i) {
             one.head = static_cast<int32_t>(task.head + i);
-            if (asks) {
+            if (prefetches) {
                 if (i + 1 < task.heads) room.ahead.begin(task, block, one.head + 1);
                 else if (next.until > 0) room.ahead.begin(task, next, task.head);
                 else if (following)
@@ -137,7 +137,7 @@ static void attend_kept_as(
             room.sums = room.all.from(i * room.rows, room.width);
             if constexpr (USES_AMX<T>) {
                 if (task.heads > 1) gather_queries(call, one, room);
-                attend_amx(call, one, first * group, last * group, block, room, squares);
+                attend_amx(call, one, first * group, last * group, block, room, amx);
             } else {
                 attend_in_tiles<T, K>(call, one, first * group, last * group, block, room);
             }

@@ -8,7 +8,7 @@
 // many queries share the block and which thread computes a segment; and one code serves a decode row,
 // a chunk and a whole prompt.
 //
-// Here a tile of queries meets one block; attention.h goes through the blocks.
+// Here a tile of queries attends to one block; attention.h goes through the blocks.
 //
 // Source of the online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.
 
@@ -89,16 +89,16 @@ template <class T> struct AttentionScratch {
     int64_t queries, width;     // of a head; columns of a row of sums, whole vectors
     int64_t rows;               // of the sums of a head: on AMX, whole tiles
     AttentionSums all, totals;  // of each head: the segment that is gone through, and those before
-    AttentionSums sums;         // of the head that is met
-    uint32_t *queries_transposed;  // (queries, square_words) for AMX alone
-    int64_t square_words;          // words of a head, whole steps of AMX
+    AttentionSums sums;         // of the head that is attended to
+    uint32_t *queries_transposed;  // (queries, padded_words) for AMX alone
+    int64_t padded_words;          // words of a head, whole steps of AMX
     bool widen;                    // whether tiles widen what is in eight bits
     BlockPrefetcher ahead;
     alignas(64) float scores[ROOM_QUERIES][KEYS];
 
-    // A query's shares take the place of its scores: with more room, the keys and values of a block
+    // A query's weights take the place of its scores: with more room, the keys and values of a block
     // would leave the first-level cache of a core with AMX.
-    T *shares_of(int64_t query) { return reinterpret_cast<T *>(scores[query]); }
+    T *weights_of(int64_t query) { return reinterpret_cast<T *>(scores[query]); }
 
     AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
         : queries(task.queries * call.shape.queries_per_head),
@@ -106,17 +106,17 @@ template <class T> struct AttentionScratch {
           ahead(call, prefetch_steps(call.shape, widen, queries)) {
         const int64_t words = call.shape.head_size / WORD_VALUES<T>;
         width = ceil_div(call.shape.head_size, LANES) * LANES;
-        square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
+        padded_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
         rows = USES_AMX<T> ? ceil_div(queries, AMX_ROWS) * AMX_ROWS : queries;
         const int64_t every = task.heads * rows;
         int64_t total_words = 0;
         const auto reserve = [&](int64_t size) {  // every part begins a line
             return std::exchange(total_words, total_words + ceil_div(size, LANES) * LANES);
         };
-        const int64_t keys_at = reserve(square_words * KEYS);
+        const int64_t keys_at = reserve(padded_words * KEYS);
         const int64_t values_at = reserve(KEYS / WORD_VALUES<T> * width);
         const int64_t rows_at = reserve(call.cache.values == nullptr ? LANES * width : 0);
-        const int64_t queries_at = reserve(USES_AMX<T> ? queries * square_words : 0);
+        const int64_t queries_at = reserve(USES_AMX<T> ? queries * padded_words : 0);
         const int64_t sums_at = reserve(every * (width + 2));
         const int64_t total_at = reserve(every * (width + 2));
         auto *at = static_cast<uint32_t *>(scratch.reserve(total_words * sizeof(uint32_t)));
@@ -137,9 +137,9 @@ template <class T> struct AttentionScratch {
         if (width != call.shape.head_size)
             std::memset(head.value_room, 0, (rows_at - values_at) * sizeof(uint32_t));
         std::memset(
-            head.key_room + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
+            head.key_room + words * KEYS, 0, (padded_words - words) * KEYS * sizeof(uint32_t));
         if constexpr (USES_AMX<T>)
-            std::memset(queries_transposed, 0, queries * square_words * sizeof(uint32_t));
+            std::memset(queries_transposed, 0, queries * padded_words * sizeof(uint32_t));
     }
 
     // In how many steps of products the memory is asked for the next block: those of one or two tiles,
@@ -306,17 +306,17 @@ INLINE F32 greatest_score(float *scores, const ScoreScale &scale, SeenKeys seen)
 // which is returned, is not. `top` is the query's running maximum, in powers of two. The weights may
 // take the place of the scores.
 template <class T, int V, bool PLAIN>
-INLINE F32 weigh_scores(const float *scores, float factor, SeenKeys seen, float top, T *shares) {
+INLINE F32 weigh_scores(const float *scores, float factor, SeenKeys seen, float top, T *weights) {
     F32 total = zeros(), before = zeros();
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
         const F32 x = fma(load(scores + v * LANES), splat(factor), splat(-top));
-        F32 share = weight_of<T>(x);
-        if (!PLAIN && seen.cuts(v)) share = zero_below(x, splat(LEAST_POWER), share);
-        total = add(total, share);
-        if (v % 2) store_two(shares + (v - 1) * LANES, before, share);
-        else if (v + 1 == V) store(shares + v * LANES, share);
-        before = share;
+        F32 weight = weight_of<T>(x);
+        if (!PLAIN && seen.cuts(v)) weight = zero_below(x, splat(LEAST_POWER), weight);
+        total = add(total, weight);
+        if (v % 2) store_two(weights + (v - 1) * LANES, before, weight);
+        else if (v + 1 == V) store(weights + v * LANES, weight);
+        before = weight;
     }
     return total;
 }
@@ -329,12 +329,12 @@ INLINE const T *query_at(const AttentionCall &call, const AttentionTask &task, i
     return q + (task.head * group + index % group) * call.shape.head_size;
 }
 
-// The scores of a tile of queries, from `first` of the task's on, become weights in their place; `kept`,
-// of a vector, is what becomes of what each has summed.
+// The scores of a tile of queries, from `first` of the task's on, become weights in their place; what
+// each has summed before is to be multiplied by its `rescale`, a vector of them.
 template <class T>
 INLINE void softmax_weights(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
-    const KeyBlock &block, AttentionScratch<T> &room, float *kept) {
+    const KeyBlock &block, AttentionScratch<T> &room, float *rescale) {
     float *top = room.sums.top + first, *mass = room.sums.mass + first;
     const int64_t group = call.shape.queries_per_head;
     const ScoreScale scale(call);
@@ -370,15 +370,15 @@ INLINE void softmax_weights(
     for (int r = 0; r < queries; ++r) {
         each[r] = by_kind(r, [&](auto vectors, auto plain) {
             return weigh_scores<T, vectors, plain>(
-                room.scores[r], scale.factor, seen[r], tops[r], room.shares_of(r));
+                room.scores[r], scale.factor, seen[r], tops[r], room.weights_of(r));
         });
     }
     const F32 old = power_of_two(sub(before, highest));
-    store(kept, old);
+    store(rescale, old);
     store(mass, add(mul(load(mass, queries), old), sums(each, queries)), queries);
 }
 
-// R queries, from `first` of the task's on, meet a block whose words are kept as K.
+// R queries, from `first` of the task's on, attend to a block whose words are kept as K.
 template <class T, class K, int R>
 static void attend_tile(
     const AttentionCall &call, const AttentionTask &task, int64_t first, const KeyBlock &block,
@@ -402,17 +402,17 @@ static void attend_tile(
             for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
     });
 
-    alignas(64) float kept[LANES];
-    softmax_weights(call, task, first, R, block, room, kept);
+    alignas(64) float rescale[LANES];
+    softmax_weights(call, task, first, R, block, room, rescale);
 
     const int64_t begin = block.from / WORD_VALUES<T>, end = ceil_div(block.until, WORD_VALUES<T>);
-    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares_of(r)) + begin;
+    for (int r = 0; r < R; ++r) each[r] = words_of(room.weights_of(r)) + begin;
     in_tiles<VECTORS>(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];
         float *sums = room.sums.values + first * room.width + v * LANES;
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i)
-                acc[r][i] = mul(load(sums + r * room.width + i * LANES), splat(kept[r]));
+                acc[r][i] = mul(load(sums + r * room.width + i * LANES), splat(rescale[r]));
         const uint32_t *const *values = head.values + begin;
         add_products<T, K>(acc, each, end - begin, room.ahead, [&](int64_t step, int i) {
             return words_after<T, K>(values[step], (v + i) * LANES);
@@ -428,13 +428,13 @@ INLINE void join_sums(
     for (int64_t i = 0; i < queries; ++i) {
         const float before = sums.top[i], other = more.top[i];
         const float top = before > other ? before : other;
-        const F32 kept = power_of_two(splat(before - top));
+        const F32 rescale = power_of_two(splat(before - top));
         const F32 added = power_of_two(splat(other - top));
         float *values = sums.values + i * width;
         const float *others = more.values + i * width;
         for (int64_t d = 0; d < width; d += LANES)
-            store(values + d, fma(load(others + d), added, mul(load(values + d), kept)));
-        sums.mass[i] = sums.mass[i] * lane_0(kept) + more.mass[i] * lane_0(added);
+            store(values + d, fma(load(others + d), added, mul(load(values + d), rescale)));
+        sums.mass[i] = sums.mass[i] * lane_0(rescale) + more.mass[i] * lane_0(added);
         sums.top[i] = top;
     }
 }

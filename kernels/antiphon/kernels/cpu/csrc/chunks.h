@@ -37,13 +37,13 @@ INLINE int64_t tile_rows_of(const PackedLinear &linear) {
 }
 
 static TileSizes tile_sizes_of(const PackedLinear &linear) {
-    // A block of rows stays in the second-level cache beside its panels. On squares it is so large
+    // A block of rows stays in the second-level cache beside its panels. On AMX it is so large
     // that the weights of most steps are read once, and not by every thread.
     if (uses_amx(linear)) return {AMX_BLOCK_ROWS, AMX_BLOCK_ROWS, 256};
     return {tile_rows_of(linear), 4, 48};
 }
 
-// Whether rows are cut to bytes before they meet the bytes of a panel on squares.
+// Whether rows are cut to bytes before tiles multiply them by the bytes of a panel.
 INLINE bool in_planes(const PackedLinear &linear) {
     return uses_amx(linear) && linear.weights == Weights::int8;
 }
@@ -51,11 +51,11 @@ INLINE bool in_planes(const PackedLinear &linear) {
 static ChunkPlan cut(const PackedLinear &linear, int64_t rows, int threads) {
     // Enough chunks that a thread which lost its core holds up little; none so small that the
     // ticket costs more than the work. A group of panels stays in the second-level cache while
-    // all blocks of rows come by, or a block of rows as planes while all panels do. Squares multiply
+    // all blocks of rows come by, or a block of rows as planes while all panels do. Tiles multiply
     // faster than a core reads what others wrote: of many rows their chunks are as large as that
     // cache allows (ADR 19).
     constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
-    constexpr int64_t SQUARE_CHUNKS_A_THREAD = 8, SQUARE_GROUP_BYTES = 1200 << 10;
+    constexpr int64_t AMX_CHUNKS_A_THREAD = 8, AMX_GROUP_BYTES = 1200 << 10;
     const TileSizes sizes = tile_sizes_of(linear);
     const int64_t panels = panels_of(linear);
     const int64_t row_blocks = ceil_div(rows, sizes.block_rows);
@@ -66,8 +66,8 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows, int threads) {
         ? 8
         : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, sizes.free_rows));
     const bool large = uses_amx(linear) && row_blocks > 1;
-    const int64_t largest = (large ? SQUARE_GROUP_BYTES : GROUP_BYTES) / panel_bytes(linear);
-    int64_t group = panels * row_blocks / (large ? SQUARE_CHUNKS_A_THREAD * threads : CHUNKS);
+    const int64_t largest = (large ? AMX_GROUP_BYTES : GROUP_BYTES) / panel_bytes(linear);
+    int64_t group = panels * row_blocks / (large ? AMX_CHUNKS_A_THREAD * threads : CHUNKS);
     group = group > largest ? largest : group;
     group = group < smallest ? smallest : group;
     group = group < 1 ? 1 : group > panels ? panels : group;
