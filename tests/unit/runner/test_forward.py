@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -202,6 +203,24 @@ def test_futures_of_slots_beyond_all_before_keep_the_earlier_ones() -> None:
     recorded(futures, ints(4, 1000), [[9], [10]])
     tokens = ints(future(3), future(4), future(1000))
     assert [resolved(futures, tokens) for _ in range(2)] == [[7, 9, 10]] * 2
+
+
+def test_futures_are_the_tokens_of_decodes_whose_slots_are_the_same_array() -> None:
+    futures, slots = SlotState(), ints(3, 1000)
+    for tokens in (ints(7, 8), ints(9, 10)):
+        futures.record_each(slots, tokens)
+        assert resolved(futures, ints(future(1000), future(3))) == [*reversed(tokens.tolist())]
+    recorded(futures, ints(2000), [[5]])
+    futures.record_each(slots, ints(1, 2))
+    assert resolved(futures, ints(future(1000), future(2000))) == [2, 5]
+
+
+def test_batch_is_freed_with_the_last_reference_to_it() -> None:
+    batch = InputBatch(step_plan([1], kv_len=ints(4)), (), 0)
+    freed = weakref.ref(batch)
+    assert batch.own is batch
+    del batch
+    assert freed() is None
 
 
 def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:

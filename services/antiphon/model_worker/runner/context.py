@@ -338,7 +338,7 @@ class ForwardContexts:
 def _goes_on(before: tuple[Ints, Ints | None], plan: StepPlan) -> bool:
     """Whether a plan has as many rows, each of one token more, which has the position after."""
     (lengths, offsets), kv_len = before, plan.kv_len
-    if len(lengths) != len(kv_len) or np.count_nonzero(kv_len - lengths == 1) != len(kv_len):
+    if len(lengths) != len(kv_len) or len((kv_len - lengths != 1).nonzero()[0]):
         return False
     if offsets is None or plan.position_offsets is None:
         return offsets is plan.position_offsets

@@ -35,8 +35,7 @@ class InputBatch:
 
     Attributes:
         decodes: Whether every row has one token and samples one: a decode step, the usual case.
-        own: The rows that have pages and states here, as a batch: maybe none.
-        own_rows, own_tokens: Which rows and tokens of this batch these are.
+        own_rows, own_tokens: Which rows and tokens of this batch `own` has.
     """
 
     def __init__(
@@ -49,12 +48,13 @@ class InputBatch:
     ) -> None:
         self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
         self.plan = self._plan = plan
-        self.own, self.own_rows, self.own_tokens = self, slice(None), slice(None)
+        self._own: InputBatch | None = None
+        self.own_rows = self.own_tokens = _ALL
         if group is not None:
             self.own_rows = rows = plan.rows_of(group)
             self.own_tokens = tokens = plan.tokens_of(rows)
             part = _part(plan, rows, tokens)
-            self.own = InputBatch(part, shapes, states, upload=upload)
+            self._own = InputBatch(part, shapes, states, upload=upload)
         self._shapes = shapes
         self._states_count = states
         self._upload = upload
@@ -75,6 +75,12 @@ class InputBatch:
             _ = rows.slot_mapping
             if compiled:
                 _ = rows.compiled
+
+    @property
+    def own(self) -> InputBatch:
+        """The rows that have pages and states here, as a batch: maybe none."""
+        # An attribute of itself would leave each batch to the garbage collector.
+        return self if self._own is None else self._own
 
     @property
     def groups(self) -> tuple[AttentionMetadata, ...]:
@@ -232,6 +238,7 @@ class SlotState:
         self._length = np.zeros(_SLOTS, np.int32)  # (S,) computed tokens
         self._states = np.full((_SLOTS, 0), HOLE, np.int32)  # (S, N) the current one, by group
         self._drafts = np.zeros((_SLOTS, 0), np.int32)  # (S, K) 0 where there is none
+        self._reserved: Ints | None = None  # the slots of the last plan, for which there is room
 
     def resolve(self, plan: StepPlan, states: slice) -> StepPlan:
         """The plan with what it leaves open filled in; `states` are the groups of states."""
@@ -239,7 +246,7 @@ class SlotState:
             self._reserve(plan.slot)
             plan = self._place(plan, plan.future_start, states)
         unknown = plan.tokens < 0
-        if not np.count_nonzero(unknown):
+        if not len(unknown.nonzero()[0]):
             return plan
         tokens = plan.tokens.copy()
         drafts = are_drafts(tokens)
@@ -284,6 +291,11 @@ class SlotState:
         if failed is not None:
             self._last[slots[failed]] = 0
 
+    def record_each(self, slots: Ints, tokens: Ints) -> None:
+        """`record` of rows that each have accepted one token, (R,)."""
+        self._reserve(slots)
+        self._last[slots] = tokens
+
     def record_places(self, plan: StepPlan, computed: Ints, states: slice) -> None:
         """Record where each row of a resolved plan has ended, which the host cannot foresee."""
         self._length[plan.slot] = plan.kv_len - plan.query_len + computed
@@ -319,6 +331,9 @@ class SlotState:
 
     def _reserve(self, slots: Ints) -> None:
         """Make the arrays long enough for these slots."""
+        if slots is self._reserved:  # plans of the same rows share them
+            return
+        self._reserved = slots
         if (more := max(slots.tolist()) + 1 - len(self._last)) <= 0:
             return
         more += len(slots)
@@ -328,5 +343,6 @@ class SlotState:
         self._states, self._drafts = np.pad(self._states, width), np.pad(self._drafts, width)
 
 
+_ALL = slice(None)
 _SLOTS = 256
 _UNKNOWN = -1

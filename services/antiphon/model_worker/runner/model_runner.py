@@ -17,6 +17,7 @@ from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.kernels.upload import upload_to
 from antiphon.model_worker.batching.plan import (
+    PLAIN,
     Flags,
     Ints,
     PooledVectors,
@@ -130,6 +131,7 @@ class ModelRunner:
             if group.kind is GroupKind.STATE
         )
         self._states_count = len(states)
+        self._group = placement.attention_group
         self._model = model
         self._shapes = tuple(kv_shape(model, *attends) for attends in attending)
         if deterministic:
@@ -253,8 +255,7 @@ class ModelRunner:
         return *self.pools, *self.states, *drafting
 
     def _batch(self, plan: StepPlan) -> InputBatch:
-        group = self._model.build.attention_group
-        return InputBatch(plan, self._shapes, self._states_count, group, self._upload)
+        return InputBatch(plan, self._shapes, self._states_count, self._group, self._upload)
 
     def make_drafts(self) -> Ints:
         """Let the draft model read what the last plan computed, and make the drafts it asks for.
@@ -321,7 +322,10 @@ class ModelRunner:
 
     def _takes_argmax(self, plan: StepPlan) -> bool:
         """Whether the argmax is all a plan needs of its logits; cached by the plan's layout."""
-        if plan.details is not None or plan.part is None or plan.part.changes_logits:
+        part = plan.part
+        if plan.details is not None or part is None:
+            return False
+        if part is not PLAIN and part.changes_logits:
             return False
         if plan.sampling is not self._columns:
             self._columns, self._greedy = plan.sampling, greedy(plan.sampling)
@@ -333,11 +337,10 @@ class ModelRunner:
         Nearly every step takes it, and each call that it leaves out would run as cold code.
         """
         rows = len(plan.slot)
-        starts = _one_each(rows)
-        self._slots.record(plan.slot, starts, sampled, None)
+        self._slots.record_each(plan.slot, sampled)
         return StepOutcome(
             step=plan.step,
-            starts=starts,
+            starts=_one_each(rows),
             token_ids=sampled,
             status=_all_well(rows),
             computed=plan.query_len,
