@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_NO_DRAFTS = DraftCounts()
 
 
 class EngineCore:
@@ -420,7 +421,7 @@ class EngineCore:
 
     def totals(self) -> CoreTotals:
         planner = self.planner
-        drafts = DraftCounts() if self.speculation is None else self.speculation.counts
+        drafts = _NO_DRAFTS if self.speculation is None else self.speculation.counts
         return CoreTotals(
             running=len(self.running),
             waiting=len(self.waiting),

@@ -196,10 +196,11 @@ class BatchingLoop(Generic[Rows]):
             self._finish_steps()
             core.use_tower(mail.tower)
         rows = self._next_rows(now)
-        began = time.perf_counter()
-        tokens = self._run_step(rows)
         count = 0 if rows is None else len(rows)
+        began = time.perf_counter()
+        tokens = self._run_step(rows if count else None)
         seconds = time.perf_counter() - began if count else 0.0
+        prefill_rows = 0 if rows is None else rows.prefill_rows
         started = core.take_started()
         capacity = self._measure_capacity(now, anew=bool(started))
         return StepReport(
@@ -210,8 +211,8 @@ class BatchingLoop(Generic[Rows]):
             progress=core.take_progress(),
             capacity=capacity,
             totals=core.totals(),
-            prefill_rows=0 if rows is None else rows.prefill_rows,
-            prefill_tokens=0 if rows is None else rows.prefill_tokens,
+            prefill_rows=prefill_rows,
+            prefill_tokens=rows.prefill_tokens if rows is not None and prefill_rows else 0,
             failures=self._failures + self._launcher.draft_failures,
             paused=self.paused,
             done=done,
@@ -324,17 +325,17 @@ class BatchingLoop(Generic[Rows]):
     def _run_step(self, rows: Rows | None) -> int:
         """Launch these rows, then read the oldest step, unless more may be launched ahead of it.
 
-        Returns the number of tokens of the rows.
+        None: there are none. Returns the number of their tokens.
         """
-        tokens, launches = 0, rows is not None and len(rows) > 0
-        if rows is not None and launches:
+        tokens = 0
+        if rows is not None:
             launched = self._launch(rows)
             self._flights.append(launched)
             if launched.record is None:
                 self._finish_steps()  # the next rows would rest on what is never computed
                 return 0
             tokens = len(launched.record.plan.tokens)
-        if len(self._flights) > (self._ahead if launches else 0):
+        if len(self._flights) > (0 if rows is None else self._ahead):
             self._finish_step(self._flights.popleft())
         if self._flights:
             self._sample(self._flights[0])

@@ -103,10 +103,10 @@ class OutcomeProcessor:
         if len(index) < len(rows):
             self._end_failed(rows, outcome, (current & ~sound).nonzero()[0])
             rows = rows.take(index)
-        plain = rows.decodes == len(rows)  # of one token each
+        plain = rows.decodes == len(index)  # of one token each
         ends = rows.ends if plain else rows.starts + outcome.computed[index]
         self.batch.commit_computed(rows, ends)
-        if np.count_nonzero(rows.draws) < len(rows):
+        if not plain and np.count_nonzero(rows.draws) < len(rows):
             for row in (~rows.draws).nonzero()[0].tolist():
                 with self._alone(rows.slots, row) as request:
                     self._commit_chunk(request, outcome, index.item(row))
@@ -129,7 +129,7 @@ class OutcomeProcessor:
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
             finishes = _of(finishes, others)
             rows, index = rows.take(others), index[others]
-        if len(rows):
+        if len(index):
             self._accept(rows.slots, outcome, index, finishes)
 
     def commit_pending(self) -> None:
@@ -227,7 +227,7 @@ class OutcomeProcessor:
         logprobs = None
         if outcome.details is not None:
             logprobs = batch.logprobs.sampled(slots, outcome.details, index)
-        if np.count_nonzero(ends):
+        if len(ends.nonzero()[0]):
             kept = ~ends
             some = None if logprobs is None else logprobs[kept]
             batch.append(slots.take(kept), outputs[kept], tokens[kept], some)
@@ -238,13 +238,14 @@ class OutcomeProcessor:
         singly = ends | full | batch.rowwise[slots.at]
         if self.log.interval > 1:
             singly[:] = True
-        if batch.prefixes.checkpoints is None and not np.count_nonzero(singly):
+        alone = singly.nonzero()[0]
+        if batch.prefixes.checkpoints is None and not len(alone):
             self.log.add_sampled(slots, outputs, tokens, logprobs)
             return
         together = ~singly
         if batch.prefixes.checkpoints is not None:
             together = self._cache_checkpoints(slots, together, batch.prefixes.checkpoints.every)
-        for row in singly.nonzero()[0].tolist():
+        for row in alone.tolist():
             finish = finishes.get(row, _NO_FINISH)[0]
             if ends[row]:
                 token = tokens.item(row)

@@ -135,15 +135,15 @@ class StepPlanner:
         slots = batch.next_decodes()
         if self._speculation is not None:
             slots = self._speculation.ready(batch, slots, budget.tokens - len(slots))
-        if not len(slots):
+        if not (count := len(slots)):
             return slots
         # It always has one for each, and for the drafts of a draft model.
-        budget.tokens -= len(slots)
+        budget.tokens -= count
         if self._speculation is not None:
             budget.tokens -= int(batch.drafted[slots.at].sum())
         self._pages.ratio.decay()
-        lacking = batch.short(slots)
-        if not np.count_nonzero(lacking):
+        lacking = batch.short(slots).nonzero()[0]
+        if not len(lacking):
             return slots
         short = slots.slots[lacking]
         if self._pages.ensure_free(batch.lacking(short)):

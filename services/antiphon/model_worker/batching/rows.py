@@ -75,13 +75,13 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def prefill_rows(self) -> int:
-        return len(self) - self.verified
+        return len(self.starts) - self.decodes - len(self.drafts)
 
     @property
     def prefill_tokens(self) -> int:
         """Number of tokens of the prefill chunks."""
         first = self.verified
-        return int((self.ends[first:] - self.starts[first:]).sum()) if first < len(self) else 0
+        return int((self.ends[first:] - self.starts[first:]).sum())
 
     @property
     def logit_counts(self) -> Longs:

@@ -220,7 +220,7 @@ class RunningBatch(SlotArrays):
         if self._flights > 1:
             share = -(-len(slots) // self._flights)
             return slots.take(np.flatnonzero(in_flight == 0)[:share])
-        if not np.count_nonzero(in_flight):
+        if not len(in_flight.nonzero()[0]):
             return slots
         ends = self.length[slots.at] + in_flight
         goes_on = (ends < self.tokens_max[slots.at]) & ~self.blocked[slots.at]
@@ -280,7 +280,7 @@ class RunningBatch(SlotArrays):
 
         `drafted` are drafts by slot, `counts` the drafts that a draft model makes after rows.
         """
-        slots = decodes
+        slots, first = decodes, len(decodes)
         if drafted or chunks:
             more = [*drafted, *(request.slot for request, _ in chunks)]
             slots = SlotSet.of(np.concatenate([decodes.slots, np.array(more, np.int32)]))
@@ -288,23 +288,29 @@ class RunningBatch(SlotArrays):
         ends, draws = starts + 1, all_draw(len(starts))
         if chunks:
             draws = draws.copy()
-        for row, drafts in enumerate(drafted.values(), start=len(decodes)):
+        for row, drafts in enumerate(drafted.values(), start=first):
             ends[row] += len(drafts)
-        for row, (request, end) in enumerate(chunks, start=len(decodes) + len(drafted)):
+        for row, (request, end) in enumerate(chunks, start=first + len(drafted)):
             ends[row] = end
             draws[row] = end == request.length and not request.scores
-        future_start = None if counts is None else self._future_start(slots)
+        future_start = draft_counts = None
+        if counts is not None:
+            future_start = self._future_start(slots)
+            draft_counts = self._draft_counts(slots, counts)
+        states: tuple[Ints, ...] = ()
+        if self.chains:
+            states = self._launch_states(slots, first, drafted, future_start)
         rows = StepRows(
             slots=slots,
             starts=starts,
             ends=ends,
             draws=draws,
             generations=self.generation[slots.at].copy(),
-            decodes=len(decodes),
+            decodes=first,
             drafts=tuple(drafted.values()),
             future_start=future_start,
-            draft_counts=self._draft_counts(slots, counts),
-            states=self._launch_states(slots, len(decodes), drafted, future_start),
+            draft_counts=draft_counts,
+            states=states,
         )
         self.scheduled_len[slots.at] = ends
         self.in_flight_tokens[slots.at] += draws
@@ -327,7 +333,7 @@ class RunningBatch(SlotArrays):
     ) -> tuple[Ints, ...]:
         """The states that these rows read and write, by group; see `StepPlan`."""
         writes = None
-        if self.chains and drafted:
+        if drafted:
             writes = np.ones(len(slots), np.int64)
             writes[decodes : decodes + len(drafted)] += [len(ids) for ids in drafted.values()]
         states = tuple([chains.launch(slots.at, writes) for chains in self.chains.values()])
@@ -340,9 +346,7 @@ class RunningBatch(SlotArrays):
         future_start = self.slack[slots.at] > 0
         return future_start if np.count_nonzero(future_start) else None
 
-    def _draft_counts(self, slots: SlotSet, counts: Mapping[int, int] | None) -> Ints | None:
-        if counts is None:
-            return None
+    def _draft_counts(self, slots: SlotSet, counts: Mapping[int, int]) -> Ints:
         listed = [counts.get(slot, 0) for slot in slots.slots.tolist()]
         self.drafted[slots.at] = listed
         return np.array(listed, np.int32)
@@ -453,7 +457,7 @@ class RunningBatch(SlotArrays):
     def append(self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None) -> None:
         """Append a sampled token to the `outputs` tokens of each of these; all (R,)."""
         offsets = outputs % CHUNK_TOKENS
-        if np.count_nonzero(offsets) < len(offsets):
+        if len(offsets.nonzero()[0]) < len(offsets):
             for slot in slots.slots[offsets == 0].tolist():
                 self._chunk[slot] = self.running[slot].outputs.add_chunk()
         self.store.write(self._chunk[slots.at], offsets, ids, logprobs)
@@ -497,13 +501,13 @@ class RunningBatch(SlotArrays):
     def next_tokens(self, rows: StepRows) -> Ints:
         """(D,) the tokens of the decode rows: ids, or `future` where they are in flight."""
         count, at = rows.decodes, rows.slots.at
-        if count < len(rows):
+        if count < len(rows.starts):
             at = rows.slots.slots[:count]
-        known = rows.starts[:count] < self.length[at]
+        unknown = rows.starts[:count] >= self.length[at]
         tokens = self.last_token[at]
-        if np.count_nonzero(known) == count:
+        if not len(unknown.nonzero()[0]):
             return tokens.copy()
-        return np.where(known, tokens, future(rows.slots.slots[:count]))
+        return np.where(unknown, future(rows.slots.slots[:count]), tokens)
 
     # Page tables.
 
