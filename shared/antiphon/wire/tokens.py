@@ -19,9 +19,8 @@ from antiphon.wire.bounds import (
     TokenCount,
     TokenOffset,
     UnixMs,
-    check_ids,
 )
-from antiphon.wire.codec import id_count
+from antiphon.wire.codec import ID_BYTES, id_count
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import Incarnation, RequestId
 from antiphon.wire.sampling import StopStrings
@@ -116,10 +115,10 @@ class TokenColumns(Value):
     logprobs: bytes = b""
 
     def __post_init__(self) -> None:
-        size = len(self.token_ids)
-        check_ids(self.token_ids)
-        check_ids(self.logprobs)
-        if len(self.streams) != 2 * size or len(self.offsets) != size or len(self.logprobs) > size:
+        size, logprobs = len(self.token_ids), len(self.logprobs)
+        if size % ID_BYTES or logprobs % ID_BYTES:
+            raise ValueError("a column ends within a number")
+        if len(self.streams) != 2 * size or len(self.offsets) != size or logprobs > size:
             raise ValueError("columns of different lengths")
 
     def __len__(self) -> int:

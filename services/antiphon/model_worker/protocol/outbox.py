@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest token batch: far below what the broker takes, small beside other traffic."""
 _ROW_BYTES = 256  # a row without its ids, about
+_KEYS, _LOGPROBS = np.dtype("<i8"), np.dtype("<f4")
 
 
 class TokenOutbox:
@@ -78,6 +79,10 @@ class TokenOutbox:
         Choices of which nothing is unsent then become plain streams.
         """
         columns, self._columns = self._columns, {}
+        if not self._unsent:  # as in most steps
+            return [
+                (each, self._batch(each, one)) for each, some in columns.items() for one in some
+            ]
         unsent, self._unsent = self._unsent, {}
         rows = {detokenizer: list[TokenRow]() for detokenizer in columns}
         for held in unsent.values():
@@ -173,9 +178,10 @@ class PlainStreams:
         self, sampled: SampledTokens
     ) -> tuple[dict[InstanceId, TokenColumns], SampledTokens | None]:
         """The columns for each detokenizer; and the tokens of those that are not plain, if any."""
-        plain, others = self._keys.take(sampled.slots) == sampled.keys, None
-        if np.count_nonzero(plain) < len(plain):
-            others, sampled = sampled.take(~plain), sampled.take(plain)
+        others = None
+        rowwise = self._keys.take(sampled.slots) != sampled.keys
+        if len(rowwise.nonzero()[0]):
+            others, sampled = sampled.take(rowwise), sampled.take(~rowwise)
             if not len(sampled):
                 return {}, others
         self._lengths[sampled.slots] = sampled.offsets + 1
@@ -193,10 +199,10 @@ class PlainStreams:
             sampled = sampled.take(np.argsort(~has, kind="stable"))
             logprobs = logprobs[has]
         return TokenColumns(
-            streams=sampled.keys.astype("<i8", copy=False).tobytes(),
+            streams=sampled.keys.astype(_KEYS, copy=False).tobytes(),
             offsets=sampled.offsets.astype(WIRE_IDS, copy=False).tobytes(),
             token_ids=sampled.ids.astype(WIRE_IDS, copy=False).tobytes(),
-            logprobs=b"" if logprobs is None else logprobs.astype("<f4", copy=False).tobytes(),
+            logprobs=b"" if logprobs is None else logprobs.astype(_LOGPROBS, copy=False).tobytes(),
         )
 
 
