@@ -213,12 +213,16 @@ def _call_others() -> None:
 
 
 def _call_grouped(ops: Ops) -> None:
-    """Square linears of MXFP4, int8 and blocks of GGUF files, in each tile; int8 in both ways."""
+    """Square linears of MXFP4, NVFP4, int8 and blocks of GGUF files, in each tile; int8 both ways.
+
+    Experts of NVFP4 have the shape of Qwen3-30B-A3B's.
+    """
     half, whole = empty(4096, 2048, dtype=torch.uint8), empty(4096, 4096, dtype=torch.int8)
     powers, outputs = empty(128, 4096), empty(1, 4096, dtype=torch.float32)
     scales, more = (empty(groups, 4096, dtype=torch.float16) for groups in (128, 256))
     matrices = (
         GroupedMatrix(half, powers, None, 32),  # MXFP4
+        _in_nvfp4(4096, 4096),
         GroupedMatrix(whole, outputs, None, 4096),  # int8
         GroupedMatrix(half, scales, scales, 32, 0),  # Q4_1, Q4_K
         GroupedMatrix(whole, scales, None, 32),  # Q5_0, Q8_0, IQ4_NL
@@ -229,6 +233,21 @@ def _call_grouped(ops: Ops) -> None:
         ops.linear_grouped(empty(tokens, 4096), matrix)
     for tokens in (1, 32, 64, 8192):
         ops.linear_int8(empty(tokens, 4096), GroupedMatrix(whole, outputs, None, 4096))
+    count, hidden, width = 128, 2048, 768
+    of_experts = _in_nvfp4(count, 2 * width, hidden), _in_nvfp4(count, hidden, width)
+    for tokens in (1, 8192):
+        _call_experts(ops, tokens, ExpertWeights(*of_experts), hidden)
+
+
+def _in_nvfp4(*size: int) -> GroupedMatrix:
+    *experts, outputs, inputs = size
+    return GroupedMatrix(
+        empty(*experts, outputs, inputs // 2, dtype=torch.uint8),
+        empty(*experts, inputs // 16, outputs, dtype=torch.float8_e4m3fn),
+        None,
+        16,
+        tensor_scales=empty(*experts, outputs, dtype=torch.float32),
+    )
 
 
 def _call_experts_of_rank(ops: Ops) -> None:
@@ -244,9 +263,16 @@ def _call_experts_of_rank(ops: Ops) -> None:
     )
     weights, own = ExpertWeights(gate_up, down), ExpertSlice(0, 8 * count)
     for tokens in (1, 8192):
-        chosen = empty(tokens, 8, dtype=torch.int64)
-        shares = empty(tokens, 8, dtype=torch.float32)
-        ops.experts(empty(tokens, hidden), chosen, shares, weights, "silu", own=own)
+        _call_experts(ops, tokens, weights, hidden, own)
+
+
+def _call_experts(
+    ops: Ops, tokens: int, weights: ExpertWeights, hidden: int, own: ExpertSlice | None = None
+) -> None:
+    """Eight for each token."""
+    chosen = empty(tokens, 8, dtype=torch.int64)
+    shares = empty(tokens, 8, dtype=torch.float32)
+    ops.experts(empty(tokens, hidden), chosen, shares, weights, "silu", own=own)
 
 
 def _call_latent(ops: Ops) -> None:

@@ -18,6 +18,7 @@ from tests.kernels.ahead_of_time import (
     every_launch,
     lacks,
     missing,
+    name_of,
     read_table,
 )
 from tests.kernels.published import MODELS
@@ -143,7 +144,7 @@ def test_what_machine_code_lacks_is_named() -> None:
     small = next(
         each
         for each in every_launch()
-        if each.kernel == "down_kernel"
+        if name_of(each) == "experts.down"
         and ("BLOCK_M", 16) in each.constants
         and each.arguments[0].startswith("*bf16")
     )

@@ -83,8 +83,9 @@ deterministic mode these are attention and the linears of its heads. Each launch
 compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other
 requests of any length launch nothing else, as a test shows. Other numbers of ranks have shares of
 other widths, which are not compiled; for ranks with whole experts the kernels are, with an eighth
-of DeepSeek-V3's in fp8. Of recurrent layers, the kernels are compiled for some shapes, and the rest
-of what such models launch is not. None keeps registers in memory, and each fits in the shared
+of DeepSeek-V3's in fp8. In NVFP4 they are for a linear of Llama-3.1-8B and for the experts of
+Qwen3-30B-A3B. Of recurrent layers, the kernels are compiled for some shapes, and the rest of what
+such models launch is not. None keeps registers in memory, and each fits in the shared
 memory of a block there. In the loop that multiplies matrices, or without one anywhere, each loads
 128 bits a thread at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows
 are multiplied by the matrix units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones
@@ -235,14 +236,14 @@ So is an output head, and blocks whose inputs are no multiple of 32.
 
 ## Weights in groups
 
-Linears and routed experts of AWQ, GPTQ, compressed-tensors, torchao, MXFP4 and GGUF files whose
-weights are codes with a scale for a group of inputs stay so, and become numbers of the model's
-dtype in registers as they are multiplied ([decision
+Linears and routed experts of AWQ, GPTQ, compressed-tensors, torchao, MXFP4, NVFP4 and GGUF files
+whose weights are codes with a scale for a group of inputs stay so, and become numbers of the
+model's dtype in registers as they are multiplied ([decision
 76](decisions/0076-codes-become-weights-in-registers.md)). Codes of 5 and 6 bits, and of values in
-no order, are kept in 8 bits, and so are those of 4 bits in groups of 16. Converted while loading
-are the output head and embedding, weights with inputs that are no multiple of 32 or groups that
-are no multiple of 16, experts of a layer that differ in how they are stored, and all of them with
-`--model-linear plain`.
+no order, are kept in 8 bits. NVFP4 keeps the e4m3 scales of its groups, and the float32 scale of
+each tensor, which multiplies sums. Converted while loading are the output head and embedding,
+weights with inputs that are no multiple of 32 or groups that are no multiple of 16, experts of a
+layer that differ in how they are stored, and all of them with `--model-linear plain`.
 
 Linears of W8A8 checkpoints with dynamic scales of activations round each token to int8 on compute
 capabilities where Triton multiplies that faster than bfloat16: {_capabilities(INT8_SMS)}.

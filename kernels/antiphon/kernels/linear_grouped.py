@@ -1,7 +1,7 @@
 """A linear of weights whose codes of 4 or 8 bits share a scale in groups of inputs.
 
 Source: Lin et al. 2023, arXiv:2306.00978 (AWQ); Frantar et al. 2022, arXiv:2210.17323 (GPTQ); the
-OCP Microscaling Formats specification 1.0 (E2M1).
+OCP Microscaling Formats specification 1.0 (E2M1); those of ModelOpt (NVFP4).
 
 Axes: T tokens, I inputs, O outputs, G groups of inputs.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.linear import Grouping
 
 UNIT = 32
-"""Inputs whose codes of 4 bits lie together in memory; groups of these are a multiple, or all."""
+"""Inputs whose codes of 4 bits lie together in memory; groups are a multiple, a half, or all."""
 HALF = UNIT // 2
 """Groups of codes of 8 bits are a multiple of it."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -38,12 +38,13 @@ class GroupedMatrix(NamedTuple):
     """
 
     codes: Tensor  # (O, I / 2) uint8, two codes a byte; or (O, I) int8, the values themselves
-    scales: Tensor  # (G, O)
+    scales: Tensor  # (G, O); in float8_e4m3fn there are tensor scales, and no minimums
     minimums: Tensor | None  # (G, O); None: 0
     group: int  # inputs of a group; the last group may have fewer
     # Of 4 bits, the value of code 0, which those of other codes follow by one; None: E2M1.
     first: int | None = None
     bias: Tensor | None = None  # (O,)
+    tensor_scales: Tensor | None = None  # (O,) float32, times the scales of all groups
 
     @property
     def inputs(self) -> int:
@@ -57,6 +58,8 @@ class GroupedMatrix(NamedTuple):
             values = self._table()[_unpacked(self.codes).long()]
         spread = self.scales.float().T.repeat_interleave(self.group, 1)[:, : self.inputs]
         values = values * spread
+        if self.tensor_scales is not None:
+            return values * self.tensor_scales[:, None]
         if self.minimums is None:
             return values
         return values + self.minimums.float().T.repeat_interleave(self.group, 1)[:, : self.inputs]
@@ -88,7 +91,7 @@ def codes_of(grouping: Grouping, inputs: int) -> GroupedCodes | None:
     values, group = grouping.values, grouping.group
     if inputs % UNIT or (group < inputs and group % HALF):
         return None
-    if grouping.bits == 4 and (group >= inputs or group % UNIT == 0):
+    if grouping.bits == 4 and (group >= inputs or group == HALF or group % UNIT == 0):
         if list(values) == [*E2M1, *(-each for each in E2M1)]:
             return GroupedCodes(4)
         first = int(values[0])
@@ -113,6 +116,11 @@ def _unpacked(codes: Tensor) -> Tensor:
 def linear_grouped(x: Tensor, weights: GroupedMatrix) -> Tensor:
     """Multiply: x (T, I)  ->  (T, O) in its dtype, bias added.
 
-    Weights are rounded to the dtype of x, as if they had been dequantized while loading.
+    Weights are rounded to the dtype of x, as if they had been dequantized while loading; with
+    tensor scales they are exact in it without these, which multiply the sums.
     """
+    if weights.tensor_scales is not None:
+        made = F.linear(x.float(), weights._replace(tensor_scales=None).dequantize())
+        made = made * weights.tensor_scales
+        return (made if weights.bias is None else made + weights.bias.float()).to(x.dtype)
     return F.linear(x, weights.dequantize().to(x.dtype), weights.bias)

@@ -218,7 +218,12 @@ class GroupedCodeWeights:
             matrix.codes[rows].copy_(part.values())
         else:
             matrix.codes[rows].copy_(packed(part.codes))
-        matrix.scales[:, rows].copy_(part.scales.T)
+        scales = part.scales
+        if matrix.tensor_scales is not None:
+            assert part.tensor_scales is not None, "a grouping with scales of tensors"
+            matrix.tensor_scales[rows].copy_(part.tensor_scales[:, 0])
+            scales = scales / part.tensor_scales  # rounded to what was stored, by the copy
+        matrix.scales[:, rows].copy_(scales.T)
         if matrix.minimums is not None:
             assert part.lowest is not None, "a grouping with minimums"
             matrix.minimums[:, rows].copy_(part.lowest.T)
@@ -263,6 +268,8 @@ class CodesInGroups:
         outputs, groups = shape.outputs, -(-shape.inputs // self.grouping.group)
         # One scale an output is little to read.
         kept = torch.float32 if groups == 1 else self.grouping.multiplied_in(dtype).scales
+        if factored := self.grouping.scales is E4M3:
+            kept = E4M3
         scales = torch.empty((*experts, groups, outputs), dtype=kept, device=device)
         bias = (*experts, outputs)
         return GroupedMatrix(
@@ -272,6 +279,7 @@ class CodesInGroups:
             self.grouping.group,
             self.codes.first,
             torch.empty(bias, dtype=dtype, device=device) if shape.bias else None,
+            torch.empty(bias, dtype=torch.float32, device=device) if factored else None,
         )
 
     def weights(self, matrix: Fp8Matrix | GroupedMatrix) -> GroupedCodeWeights:

@@ -211,8 +211,8 @@ class Nvfp4(QuantizationScheme, frozen=True, kw_only=True):
 
 NV_GROUP = 16
 """Weights of NVFP4 that share a scale."""
-NV_GPU_BYTES = 0.5
-"""More bytes a weight of NVFP4 on a GPU, which has groups of 16 with codes of 8 bits only."""
+NV_SCALE_BYTES = 1
+"""On a GPU, which keeps e4m3; a CPU has products of both scales."""
 MX_GROUP = 32
 """Weights that share a scale."""
 MX_SCALE_BYTES = 2

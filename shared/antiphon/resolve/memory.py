@@ -10,7 +10,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, LinearFormat
 from antiphon.config.quantization import (
     GPU_KERNELS,
-    NV_GPU_BYTES,
+    NV_SCALE_BYTES,
     Nvfp4,
     QuantizationConfig,
     choose_quantization,
@@ -302,10 +302,11 @@ def _grouped_bytes(
         kept = card.weights.gpu_grouped_bytes if gpu else card.weights.grouped_bytes
         wide = card.weights.wide_scale_bytes if dtype is Dtype.FLOAT32 else 0
         return kept + wide or None
+    if quantization is None:
+        return None
     # Scales are kept in as many bytes as activations.
-    each = None if quantization is None else quantization.grouped_bytes(item_bytes(dtype))
-    if each is not None and gpu and _nvfp4(quantization):
-        each += NV_GPU_BYTES
+    scale_bytes = NV_SCALE_BYTES if gpu and _nvfp4(quantization) else item_bytes(dtype)
+    each = quantization.grouped_bytes(scale_bytes)
     return None if each is None else round(count * each)
 
 

@@ -151,7 +151,7 @@ def check_route_of_nan(module: Module) -> None:
     assert set(experts.flatten().tolist()) <= set(range(5))
 
 
-Codes = Literal["e4m3", "unsigned", "signed", "e2m1", "bytes"]
+Codes = Literal["e4m3", "unsigned", "signed", "e2m1", "bytes", "nvfp4"]
 
 
 def expert_matrix(
@@ -185,11 +185,26 @@ def of_experts(matrix: Matrix, numbers: range) -> Matrix:
 def grouped_matrix(
     size: tuple[int, ...], group: int, codes: Codes, bias: Tensor | None
 ) -> linear_grouped.GroupedMatrix:
-    """Weights (..., O, I) of all codes of a kind; unsigned ones, and bytes, have minimums."""
+    """Weights (..., O, I) of all codes of a kind; unsigned ones, and bytes, have minimums.
+
+    Every second output of NVFP4 has scales below the least normal number of e4m3.
+    """
     *experts, outputs, inputs = size
     groups = (*experts, -(-inputs // group), outputs)
     drawn = torch.randint(256, size, generator=torch.Generator().manual_seed(1)).byte()
     packed = linear_grouped.packed((drawn & 15).view(-1, inputs)).view(*experts, outputs, -1)
+    if codes == "nvfp4":
+        small = torch.arange(outputs) % 2 == 0
+        bytes_ = torch.randint(64, groups, generator=torch.Generator().manual_seed(2))
+        stored = torch.where(small, bytes_ % 8, 32 + bytes_ % 32)
+        return linear_grouped.GroupedMatrix(
+            packed,
+            stored.byte().view(torch.float8_e4m3fn),
+            None,
+            group,
+            bias=bias,
+            tensor_scales=torch.where(small, 28, 0.25) * randn(*experts, outputs, seed=6).exp(),
+        )
     kind = torch.bfloat16 if codes == "e2m1" else torch.float16
     shifted = codes in ("unsigned", "bytes")
     return linear_grouped.GroupedMatrix(
@@ -335,7 +350,9 @@ def check_linear_grouped(
     matrix = grouped_matrix(sizes, group, codes, added)
     x = randn(tokens, inputs, dtype=dtype) / inputs**0.5
     call = module.linear_grouped_fixed if fixed else module.linear_grouped
-    weight = matrix.dequantize().to(dtype).float()
+    weight = matrix.dequantize()
+    if codes != "nvfp4":
+        weight = weight.to(dtype).float()
     expected = x.float() @ weight.T + (0.0 if added is None else added.float())
     close(call(x, matrix), expected.to(dtype))
 

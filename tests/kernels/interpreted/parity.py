@@ -243,6 +243,31 @@ def test_bytes_have_groups_of_half_as_many_inputs() -> None:
 
 
 @dtypes
+def test_linears_in_nvfp4_equal_their_reference(dtype: torch.dtype) -> None:
+    checks.check_linear_grouped(linear_grouped, 9, (72, 160), 16, "nvfp4", dtype, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "codes", "fixed"),
+    [
+        *((0, (8, 64), "nvfp4", False), (1, (41, 32), "nvfp4", False)),
+        *((70, (130, 96), "nvfp4", True), (3, (40, 96), "unsigned", False)),
+    ],
+)
+def test_codes_of_4_bits_have_groups_of_16_inputs(
+    tokens: int, sizes: tuple[int, int], codes: checks.Codes, *, fixed: bool
+) -> None:
+    checks.check_linear_grouped(linear_grouped, tokens, sizes, 16, codes, fixed=fixed)
+
+
+@dtypes
+def test_experts_in_nvfp4_equal_their_reference(dtype: torch.dtype) -> None:
+    checks.check_experts(
+        experts, 9, (5, 160, 96), dtype=dtype, bias=True, groups=(16, 16), codes="nvfp4"
+    )
+
+
+@dtypes
 def test_linears_of_int8_equal_their_reference(dtype: torch.dtype) -> None:
     checks.check_linear_int8(linear_int8, 9, (72, 160), dtype, bias=True)
 
@@ -493,10 +518,12 @@ tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True
 tiled_heads = partial(checks.check_linear_heads, tokens=70, sizes=(3, 40, 100))
 in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
 in_int8 = partial(checks.check_linear_int8, tokens=9, sizes=(40, 160), bias=True)
+in_nvfp4 = partial(in_groups, group=16, codes="nvfp4")
 in_large_groups = partial(in_groups, sizes=(40, 256), group=128)
 grouped_experts = partial(
     checks.check_experts, tokens=9, sizes=(5, 160, 96), bias=True, groups=(64, 32), codes="unsigned"
 )
+nvfp4_experts = partial(grouped_experts, groups=(16, 16), codes="nvfp4")
 few_tiles = partial(checks.check_expert_tiles, tokens=9, sizes=(5, 40, 72))
 many_tiles = partial(checks.check_expert_tiles, tokens=90, sizes=(3, 16, 16))
 some_experts = partial(few_experts, here=range(2, 4))
@@ -576,6 +603,8 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("experts_grouped", "codes + which * (HIDDEN", "codes + 0 * (HIDDEN", grouped_experts),
     ("experts_grouped", "// GROUP * 2 * WIDTH", "// GROUP * WIDTH", grouped_experts),
     ("experts_grouped", "// GROUP * HIDDEN", "// GROUP * 0", grouped_experts),
+    ("experts_grouped", "beside = which * (2 * WIDTH)", "beside = 0 * own", nvfp4_experts),
+    ("experts_grouped", "beside = which * HIDDEN", "beside = own", nvfp4_experts),
     ("experts_grouped", "biases + which * (2 * WIDTH)", "biases", grouped_experts),
     ("experts_grouped", "biases + which * HIDDEN", "biases", grouped_experts),
     ("experts_grouped", "gate, up = tl.split", "up, gate = tl.split", grouped_experts),
@@ -706,6 +735,9 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("linear_grouped", "bias + column", "bias", in_groups),
     ("linear_grouped", "ceil_div(outputs, constants", "(outputs // constants", in_groups),
     ("linear_grouped", "asked[:, None] & used[None, :]", "used[None, :]", in_groups),
+    ("linear_grouped", "TURNS * tl.arange(0, each) + TURN", "tl.arange(0, each)", in_nvfp4),
+    ("linear_grouped", "total *= tl.load(minimums", "tl.load(minimums", in_nvfp4),
+    ("linear_grouped", "bits < 8, bits", "bits < 0, bits", in_nvfp4),
     ("linear_grouped", "+ FIRST", "", partial(in_groups, codes="signed")),
     ("linear_grouped", "code > 7, -0.5", "code > 7, 0.5", partial(in_groups, codes="e2m1")),
     ("linear_grouped", "((size & 1) | 2)", "2", partial(in_groups, codes="e2m1")),

@@ -305,7 +305,7 @@ def test_the_plan_has_nvfp4_with_activations_in_the_dtype() -> None:
     gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
     found = plan(nvfp4, gpu, model__device="cuda")
     assert found.quantized.value is LinearFormat.GROUPED
-    assert found.weight_bytes.value == GIB // 2 + round(GIB // 4 * (1 + 2 / 16))
+    assert found.weight_bytes.value == GIB // 2 + round(GIB // 4 * (0.5 + 1 / 16))
 
 
 def test_four_bits_are_kept_in_groups_and_the_plan_says_what_that_takes() -> None:

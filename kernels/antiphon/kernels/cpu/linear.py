@@ -47,7 +47,7 @@ class Grouping:
         bits: Of a code, 4, 5, 6 or 8.
         group: Inputs of a group; the last group of an output may have fewer.
         scales: The dtype of scales and minimums: float16, bfloat16 or float32, where their numbers
-            have so many bits.
+            have so many bits; float8_e4m3fn, where another one of their tensor multiplies them.
         minimums: Whether there are minimums; without, they are zero.
         values: The value of each code, exact in bfloat16. Codes of 8 bits are their own values,
             signed, and there are none.
@@ -63,11 +63,13 @@ class Grouping:
         """The grouping in which weights meet activations of a dtype.
 
         Scales in float32 are rounded to float16 for activations of 16 bits, which have no more bits
-        than that: of four bits in groups of 32, they would be a third of what is read.
+        than that: of four bits in groups of 32, they would be a third of what is read. So are
+        products of two scales.
         """
-        if dtype.itemsize == torch.float16.itemsize and self.scales is torch.float32:
+        factored = self.scales is torch.float8_e4m3fn
+        if dtype.itemsize == torch.float16.itemsize and (factored or self.scales is torch.float32):
             return replace(self, scales=torch.float16)
-        return self
+        return replace(self, scales=torch.float32) if factored else self
 
     def fits(self, inputs: int) -> bool:
         """Whether weights with so many inputs can be packed: codes are laid out in units."""

@@ -71,11 +71,14 @@ def gate_up_kernel(
         output, used = place // 2 + place % 2 * WIDTH, place < 2 * WIDTH
         which = expert.to(tl.int64)
         own = which * ((HIDDEN + GROUP - 1) // GROUP * 2 * WIDTH)
+        beside = own
+        if scales.dtype.element_ty == tl.uint8:
+            beside = which * (2 * WIDTH)
         total = products(
             x + (pair // TOP_K).to(tl.int64)[:, None] * HIDDEN,
             codes + which * (2 * WIDTH * HIDDEN * BITS // 8),
             scales + own,
-            minimums + own,
+            minimums + beside,
             output, asked, used, HIDDEN, 2 * WIDTH, GROUP, BITS, FIRST, E2M1, MINIMUMS,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -124,11 +127,14 @@ def down_kernel(
         pair = tl.load(order + row, mask=asked, other=0)
         which = expert.to(tl.int64)
         own = which * ((WIDTH + GROUP - 1) // GROUP * HIDDEN)
+        beside = own
+        if scales.dtype.element_ty == tl.uint8:
+            beside = which * HIDDEN
         total = products(
             x + row.to(tl.int64)[:, None] * WIDTH,
             codes + which * (HIDDEN * WIDTH * BITS // 8),
             scales + own,
-            minimums + own,
+            minimums + beside,
             column, asked, used, WIDTH, HIDDEN, GROUP, BITS, FIRST, E2M1, MINIMUMS,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip

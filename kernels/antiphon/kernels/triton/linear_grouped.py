@@ -48,6 +48,19 @@ def numbers(code, FIRST: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
+def scale_of(stored):
+    """Scales in float32; the bytes of e4m3 without a sign, which not all GPUs convert."""
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.int32)
+        # The bias of an exponent is 7 there and 127 here.
+        normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        scale = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
 def shared(
     numbers,
     begin,
@@ -59,17 +72,22 @@ def shared(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDTH: tl.constexpr,
+    TURNS: tl.constexpr,
+    TURN: tl.constexpr,
 ):
-    """The scales, or minimums, of a block of inputs: one of an output, or one for each of WIDTH."""
+    """The scales, or minimums, of a block of inputs: one of an output, or one for each of WIDTH.
+
+    Of a block with several groups, every one of TURNS from TURN on.
+    """
     if GROUP >= BLOCK_K or GROUP >= INPUTS:
         place = numbers + begin // GROUP * OUTPUTS + column
-        found = tl.load(place, mask=used, other=0.0).to(tl.float32)[:, None]
+        found = scale_of(tl.load(place, mask=used, other=0))[:, None]
     else:
-        each: tl.constexpr = BLOCK_K // GROUP
-        group = begin // GROUP + tl.arange(0, each)
+        each: tl.constexpr = BLOCK_K // GROUP // TURNS
+        group = begin // GROUP + TURNS * tl.arange(0, each) + TURN
         known = used[:, None] & (group * GROUP < INPUTS)[None, :]
         place = numbers + group[None, :] * OUTPUTS + column[:, None]
-        apart = tl.load(place, mask=known, other=0.0).to(tl.float32)
+        apart = scale_of(tl.load(place, mask=known, other=0))
         wide = tl.broadcast_to(apart[:, :, None], [BLOCK_N, each, WIDTH // each])
         found = tl.reshape(wide, [BLOCK_N, WIDTH])
     return found
@@ -97,17 +115,26 @@ def products(
 ):
     """Sums (N, M) of some outputs of tokens that begin at `source` (M, 1).
 
-    A block of inputs lies in one group, or is some groups.
+    A block of inputs lies in one group, or is some groups. With scales of 8 bits, `minimums` are
+    tensor scales.
     """
+    # Groups of 16 inputs are in the low and in the high bits of bytes by turns.
+    turns: tl.constexpr = (
+        2 if BITS == 4 and GROUP == 16 else 1  # pyright: ignore[reportAssignmentType]
+    )
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for begin in range(0, INPUTS, BLOCK_K):
         width: tl.constexpr = BLOCK_K if BITS == 8 else BLOCK_K // 2
-        scale = shared(scales, begin, column, used, INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width)
+        scale = shared(
+            scales, begin, column, used,
+            INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width, turns, 0,
+        )  # fmt: skip
         least = 0.0
         if MINIMUMS:
             least = shared(
-                minimums, begin, column, used, INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width
-            )
+                minimums, begin, column, used,
+                INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width, turns, 0,
+            )  # fmt: skip
         if BITS == 8:
             depth = begin + tl.arange(0, BLOCK_K)
             known = (depth < INPUTS)[None, :]
@@ -126,8 +153,20 @@ def products(
             high = tl.load(source + depth[None, :] + 16, mask=asked[:, None] & known, other=0.0)
             weight = (numbers(code & 15, FIRST, E2M1) * scale + least).to(low.dtype)
             total = tl.dot(weight, tl.trans(low), total, input_precision="ieee")
+            if turns == 2:
+                scale = shared(
+                    scales, begin, column, used,
+                    INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width, turns, 1,
+                )  # fmt: skip
+                if MINIMUMS:
+                    least = shared(
+                        minimums, begin, column, used,
+                        INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width, turns, 1,
+                    )  # fmt: skip
             weight = (numbers(code >> 4, FIRST, E2M1) * scale + least).to(low.dtype)
             total = tl.dot(weight, tl.trans(high), total, input_precision="ieee")
+    if scales.dtype.element_ty == tl.uint8:
+        total *= tl.load(minimums + column, mask=used, other=0.0)[:, None]
     return total
 
 
@@ -179,12 +218,14 @@ def linear_grouped_fixed(x: Tensor, weights: GroupedMatrix) -> Tensor:
 
 
 def tensors_of(matrix: GroupedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales, minimums and bias; others in place of those that there are not."""
-    scales, minimums, bias = matrix.scales, matrix.minimums, matrix.bias
+    """Codes, scales, minimums or tensor scales, and bias; scales in place of what there is not."""
+    scales, beside, bias = matrix.scales, matrix.minimums, matrix.bias
+    if matrix.tensor_scales is not None:
+        scales, beside = scales.view(torch.uint8), matrix.tensor_scales
     return (
         matrix.codes,
         scales,
-        scales if minimums is None else minimums,
+        scales if beside is None else beside,
         scales if bias is None else bias,
     )
 
@@ -193,14 +234,19 @@ def constants_of(matrix: GroupedMatrix, block_m: int) -> dict[str, Any]:
     """What kernels know of weights when they are compiled, and of tiles of so many tokens."""
     inputs = matrix.inputs
     group = min(matrix.group, inputs)
+    bits = 8 if matrix.codes.dtype is torch.int8 else 4
     # A block is whole groups, or a part of one.
     depth = min(DEPTH, GROUPS * group)
+    if bits == 4 and group == 16 and block_m == FEW:
+        # Half as deep, there were too few inputs to load 128 bits at once; low and high bits of
+        # bytes have scales of their own. Of more tokens, registers are kept in memory on sm_100.
+        depth = DEPTH
     whole = group == inputs or group % depth == 0 or depth % group == 0
     return {
         "warps": 4 if block_m < MANY else 8,
         "stages": 4 if block_m == FEW else 3,
         "GROUP": group,
-        "BITS": 8 if matrix.codes.dtype is torch.int8 else 4,
+        "BITS": bits,
         "FIRST": matrix.first or 0,
         "E2M1": matrix.first is None,
         "MINIMUMS": matrix.minimums is not None,

@@ -47,10 +47,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 MX_GROUPS = Grouping(4, MX_BLOCK, torch.bfloat16, minimums=False, values=FP4)
 
 NV_BLOCK = 16
-# Twice E2M1, with half the scales: a GPU has whole numbers in groups of 16, as bytes.
-NV_GROUPS = Grouping(
-    4, NV_BLOCK, torch.float32, minimums=False, values=tuple(2 * value for value in FP4)
-)
+NV_GROUPS = Grouping(4, NV_BLOCK, torch.float8_e4m3fn, minimums=False, values=FP4)
 
 
 class _State(msgspec.Struct):
@@ -162,14 +159,19 @@ class Nvfp4Storage:
         """E2M1 values with products of both scales.
 
         Raises:
-            ValueError: The scale of the tensor is no positive number.
+            ValueError: The scale of the tensor is no positive number, or one of a group is negative
+                or no number.
         """
         whole, packed = (stored[name] for name in self._names())
         if not bool((whole.isfinite() & (whole > 0)).all()):
             raise ValueError(f"{self._names()[0]} {whole.item()} is not a positive number")
         scales = stored[".weight_scale"].float()
+        if not bool((scales >= 0).all()):
+            raise ValueError(".weight_scale has a scale that is negative or no number")
         scales = scales / whole if self.divides else scales * whole
-        return GroupedWeight(NV_GROUPS, unpack_nibbles(packed, high_first=False), scales / 2)
+        each = (whole.reciprocal() if self.divides else whole).expand(outputs, 1)
+        codes = unpack_nibbles(packed, high_first=False)
+        return GroupedWeight(NV_GROUPS, codes, scales, tensor_scales=each)
 
     def grouping(self, inputs: int) -> Grouping | None:
         return NV_GROUPS

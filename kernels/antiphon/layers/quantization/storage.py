@@ -137,6 +137,8 @@ class GroupedWeight:
     scales: Tensor  # (O, G) float32
     zeros: Tensor | None = None  # (O, G) float32, in the unit of values
     minimums: Tensor | None = None  # (O, G) float32
+    # (O, 1) float32: factors of scales, which are numbers of e4m3 without them.
+    tensor_scales: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -174,7 +176,11 @@ class GroupedWeight:
             part = replace(self, **{name: one[rows] for name, one in self.tensors()})
             return part.dequantize()[:, columns]
         groups = slice(start // group, -(-stop // group))
-        cut = {name: one[rows, groups] for name, one in self.tensors() if name != "codes"}
+        cut = {
+            name: one[rows] if name == "tensor_scales" else one[rows, groups]
+            for name, one in self.tensors()
+            if name != "codes"
+        }
         return replace(self, codes=self.codes[rows, columns], **cut)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
@@ -205,7 +211,7 @@ class GroupedWeight:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Those that it has, by name."""
-        for name in ("codes", "scales", "zeros", "minimums"):
+        for name in ("codes", "scales", "zeros", "minimums", "tensor_scales"):
             if (one := getattr(self, name)) is not None:
                 yield name, one
 
