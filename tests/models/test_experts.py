@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.parity import check_logits, error, save, texts
+from tests.models.quantization.made import Made
+from tests.models.quantization.rows import BY_NAME as METHODS
 from tests.models.rank import LoneRank
 from tests.models.specs import BY_NAME
 from tests.models.stepper import logits_of
@@ -35,7 +37,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -223,6 +225,23 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def made_by(
+    make: Callable[[Tensor], Made], folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a model with linears of a method, and plain ones of the same numbers."""
+    plain: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
+    for name, weight in tensors_of(folder).items():
+        exact = ("embed_tokens.weight", "lm_head.weight", "gate.weight")
+        if weight.dim() != 2 or name.endswith(exact):
+            plain[name] = stored[name] = weight
+            continue
+        made, linear = make(weight.float()), name.removesuffix(".weight")
+        plain[name] = made.whole
+        stored |= {linear + suffix: part for suffix, part in made.stored.items()}
+    return stored, plain
+
+
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -293,23 +312,94 @@ def test_experts_are_rounded_to_fp8_while_loading(tmp_path: Path, name: str) -> 
 def test_separate_experts_and_latents_in_blocks_of_fp8(tmp_path: Path, name: str) -> None:
     """As DeepSeek V3 is published: routers stay in plain numbers without a word in the config."""
     save(BY_NAME[name], tmp_path)
-    plain: dict[str, Tensor] = {}
-    stored: dict[str, Tensor] = {}
-    for tensor, weight in tensors_of(tmp_path).items():
-        if weight.dim() != 2 or tensor.endswith(
-            ("embed_tokens.weight", "lm_head.weight", "gate.weight")
-        ):
-            plain[tensor] = stored[tensor] = weight
-            continue
+
+    def make(weight: Tensor) -> Made:
         high, wide = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
         scales = 0.5 + torch.rand(high, wide, generator=torch.Generator().manual_seed(1))
         each = scales.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
         each = each[: weight.shape[0], : weight.shape[1]]
         rounded = (weight / each).to(torch.float8_e4m3fn)
-        stored |= {tensor: rounded, f"{tensor}_scale_inv": scales}
-        plain[tensor] = rounded.float() * each
+        return Made({".weight": rounded, ".weight_scale_inv": scales}, rounded.float() * each)
+
+    stored, plain = made_by(make, tmp_path)
     rewrite(tmp_path, plain, None)
     want = says(tmp_path)
     quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
     rewrite(tmp_path, stored, {**quantization, "activation_scheme": "dynamic", "fmt": "e4m3"})
     assert error(says(tmp_path), want) < 1e-6
+
+
+NVFP4 = {tool: METHODS[f"nvfp4 of {tool}"] for tool in ("ModelOpt", "compressed-tensors")}
+
+
+def in_nvfp4(folder: Path, tool: str = "ModelOpt") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Write a model with the numbers of NVFP4; the same as a tool stores it, and its config."""
+    row = NVFP4[tool]
+    stored, plain = made_by(row.make, folder)
+    rewrite(folder, plain, None)
+    assert row.config is not None
+    return stored, {**row.config, row.skipped: ["lm_head"]}
+
+
+@pytest.mark.parametrize("tool", NVFP4)
+def test_separate_experts_in_nvfp4(tmp_path: Path, tool: str) -> None:
+    """Each linear of an expert has a scale of its tensor; those that run as one keep their own."""
+    save(BY_NAME["mixtral"], tmp_path)
+    stored, quantization = in_nvfp4(tmp_path, tool)
+    want = says(tmp_path)
+    rewrite(tmp_path, stored, quantization)
+    assert torch.equal(says(tmp_path), want)
+    in_groups = open_model(tmp_path, dtype="float32", quantized="grouped")
+    # Sums of the CPU kernels run in another order than torch's.
+    assert error(logits_of(in_groups, texts()[-1], chunk=23), want) < BY_NAME["mixtral"].limit
+
+
+@pytest.mark.parametrize("ep_ranks", [1, 2])
+def test_ranks_have_their_part_of_experts_in_nvfp4(tmp_path: Path, ep_ranks: int) -> None:
+    save(BY_NAME["mixtral"], tmp_path)
+    stored, quantization = in_nvfp4(tmp_path)
+    rewrite(tmp_path, stored, quantization)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+
+    def made(**said: Any) -> list[Tensor]:
+        decoder = load(tmp_path, dtype="float32", quantized="grouped", **said).own_decoder
+        layers = [layer._feed_forward for layer in decoder.layers]
+        return [layer(CONTEXT, x) for layer in layers if isinstance(layer, MixtureOfExperts)]
+
+    parts = [made(tp=LoneRank(rank, 2), ep_ranks=ep_ranks) for rank in range(2)]
+    for whole, *each in zip(made(), *parts, strict=True):
+        torch.testing.assert_close(sum(each), whole)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("weight_scale_2", lambda one: -one, "weight_scale_2 -.* is not a positive number"),
+        ("weight_scale", lambda one: -one.float(), "weight_scale float32, not float8_e4m3fn"),
+        ("weight_scale", lambda one: (-one.float()).to(one.dtype), "negative or no number"),
+        ("weight_scale", lambda one: one[:-1], r"weight_scale \(\d+, \d+\), not"),
+        ("weight_scale_2", None, "missing: .*weight_scale_2"),
+    ],
+)
+def test_tensors_of_an_expert_in_nvfp4_that_do_not_fit_are_named(
+    tmp_path: Path, suffix: str, change: Callable[[Tensor], Tensor] | None, message: str
+) -> None:
+    save(BY_NAME["mixtral"], tmp_path)
+    stored, quantization = in_nvfp4(tmp_path)
+    (name, *_) = sorted(each for each in stored if "experts.3." in each and each.endswith(suffix))
+    tensor = stored.pop(name)
+    rewrite(tmp_path, stored if change is None else stored | {name: change(tensor)}, quantization)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load(tmp_path)
+    assert name.rpartition(".")[0] in str(caught.value)
+
+
+def test_stacked_experts_in_nvfp4_are_refused(tmp_path: Path) -> None:
+    save(BY_NAME["gpt-oss"], tmp_path)
+    row = NVFP4["ModelOpt"]
+    assert row.config is not None
+    skipped = ["*self_attn*", "*router*", "lm_head"]
+    change_config(tmp_path, quantization_config={**row.config, row.skipped: skipped})
+    message = "mlp.experts.gate_up_proj: stacked experts are not read in NVFP4"
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path)

@@ -23,6 +23,7 @@ from antiphon.layers.methods import (
     RankSlice,
 )
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
+from antiphon.layers.quantization.four_bit import Nvfp4Storage
 from antiphon.layers.quantization.storage import (
     FLOATS,
     LoadedWeight,
@@ -475,6 +476,10 @@ class Experts(Module):
             (down, hidden, width, self._take_down),
         ):
             storage = self._site.build.storage(name)
+            if isinstance(storage, Nvfp4Storage):
+                # Published ones have inputs or outputs first, and a scale for all experts or each.
+                message = f"{name}: stacked experts are not read in NVFP4, only separate ones"
+                raise ValueError(message)  # noqa: TRY004  # of a checkpoint
             if storage is None or _is_plain(storage, outputs, inputs):
                 load = self._each(take, storage)
                 yield WeightSource(name, (count, inputs, outputs), load, rows=here)

@@ -25,7 +25,7 @@ from tests.models.quantization.test_gguf import MADE
 from tests.models.seeing_loop import SeeingLoop, medium
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
-from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
+from tests.models.test_experts import MXFP4, in_mxfp4, in_nvfp4, rewrite
 from tests.models.test_load_formats import Kind, write_gguf
 from tests.models.test_pooling import sentence
 from tests.models.test_speculation import compare, often_wrong, texts_of
@@ -36,6 +36,7 @@ from tests.support.worker import decode_plan, state
 
 from antiphon.config.load import load as settings_of
 from antiphon.kernels.flashinfer import attention, latents, plans
+from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.linear_int8 import linear_int8
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
@@ -693,6 +694,24 @@ def test_experts_stay_in_groups(tmp_path: Path) -> None:
     stack = block._experts._stack
     assert stack is not None
     assert [matrix[0].dtype for matrix in stack] == [torch.uint8] * 2
+
+
+def test_experts_in_nvfp4_stay_so(tmp_path: Path) -> None:
+    """With linears that have scales of their own, they make the CPU's tokens."""
+    row = BY_NAME["mixtral"]
+    folder = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path).folder
+    stored, quantization = in_nvfp4(folder)
+    (expected,) = outputs_of(opened(folder, "cpu"), overlap=False, count=1)
+    rewrite(folder, stored, quantization)
+    model = check_grouped(folder, "moe.experts", expected)
+    (layer,) = model.runner._model.own_decoder.layers
+    block = layer._feed_forward
+    assert isinstance(block, MixtureOfExperts)
+    stack = block._experts._stack
+    assert stack is not None
+    for matrix in stack:
+        assert isinstance(matrix, GroupedMatrix)
+        assert (matrix.codes.dtype, matrix.scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
 
 
 def test_kernels_that_copy_pages_are_compiled_before_the_first_request(tmp_path: Path) -> None:
