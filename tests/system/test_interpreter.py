@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.models.draft_models import noisy
+from tests.models.test_experts import in_nvfp4, rewrite
 from tests.system.stack import run_antiphon, serving, wait_until
 from tests.system.test_ranks import END_S, ranks_of
 
@@ -167,6 +168,22 @@ def test_many_prompts_generate_what_they_do_on_the_cpu() -> None:
     for device in ("cpu", "interpreter"):
         with serving("--device", device, "--dtype", "float32") as stack:
             found.append(answers(stack, SUMS))
+    assert found[0] == found[1]
+
+
+@pytest.mark.long
+def test_weights_in_nvfp4_generate_what_they_do_on_the_cpu(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.path(), folder)
+    rewrite(folder, *in_nvfp4(folder))
+    found: list[Any] = []
+    for device in ("cpu", "interpreter"):
+        flags = ("--model-path", str(folder), "--device", device, "--dtype", "float32", *IN_TURN)
+        with serving(*flags) as stack:
+            found.append(answers(stack))
+            log = stack.log("worker-0")
+            assert "modelopt_fp4" in log
+            assert ("linear.grouped         triton" in log) == (device == "interpreter")
     assert found[0] == found[1]
 
 
