@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import asyncio
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 from openai import OpenAI
-from tests.system.stack import Stack, module_stack, pages_in_use, wait_until
+from tests.system.cutting import LinkedStack, linked_stack
+from tests.system.stack import Stack, pages_in_use, wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 STREAMS = 6
+CHOICES = STREAMS + 1
+"""One of the streams has two."""
 TOKENS = 1800
 DEADLINE_S = 60.0
 
-stack = module_stack("--enable-deterministic-inference")
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bed() -> AsyncIterator[LinkedStack]:
+    async with linked_stack("--enable-deterministic-inference") as running:
+        yield running
 
 
 class Reader(threading.Thread):
@@ -63,19 +78,11 @@ class Reader(threading.Thread):
 IGNORE_EOS = {"ignore_eos": True}
 
 
-def read(stack: Stack, victims: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
-    """What the clients read while processes are killed with their first words out."""
+def read(stack: Stack) -> list[tuple[object, ...]]:
+    """What the clients read."""
     readers = [Reader(stack, number) for number in range(STREAMS)]
     for reader in readers:
         reader.start()
-    if victims:
-        wait_until(lambda: all(reader.texts[0] for reader in readers), 30, "the first words")
-        pids = [pid for name in victims if (pid := stack.pid(name)) is not None]
-        assert len(pids) == len(victims)
-        unread = [reader.is_alive() for reader in readers]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert all(unread), "they had ended before the kill"
     for reader in readers:
         reader.join(DEADLINE_S)
         assert not reader.is_alive(), "a request hangs"
@@ -83,10 +90,10 @@ def read(stack: Stack, victims: tuple[str, ...] = ()) -> list[tuple[object, ...]
     return [(*reader.texts, reader.tokens, reader.usage) for reader in readers]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(stack: Stack) -> list[tuple[object, ...]]:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def undisturbed(bed: LinkedStack) -> list[tuple[object, ...]]:
     """What the clients read while nothing is killed."""
-    return read(stack)
+    return await asyncio.to_thread(read, bed.stack)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +104,12 @@ def undisturbed(stack: Stack) -> list[tuple[object, ...]]:
         pytest.param(("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0"), id="host"),
     ],
 )
-def test_streams_survive_the_processes_that_serve_them(
-    stack: Stack, undisturbed: list[tuple[object, ...]], victims: tuple[str, ...]
+async def test_streams_survive_the_processes_that_serve_them(
+    bed: LinkedStack, undisturbed: list[tuple[object, ...]], victims: tuple[str, ...]
 ) -> None:
     """After the death of a whole host, only the gateway has what was generated."""
-    assert read(stack, victims) == undisturbed
-    wait_until(stack.healthy, 30, f"healthy after {victims}")
-    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+    await asyncio.to_thread(wait_until, bed.stack.healthy, 30, "healthy before the kill")
+    async with bed.hitting(victims, streams=STREAMS, choices=CHOICES, tokens=20 * CHOICES):
+        assert await asyncio.to_thread(read, bed.stack) == undisturbed
+    await asyncio.to_thread(wait_until, bed.stack.healthy, 30, f"healthy after {victims}")
+    await asyncio.to_thread(wait_until, lambda: pages_in_use(bed.stack) == 0, 30, "no pages in use")
