@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from typing import Self
 
 import pytest
 from openai import APIError, OpenAI
+from tests.system.cutting import linked_stack
 from tests.system.stack import (
     SERVICES,
     Stack,
@@ -24,6 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 RESTARTED_WITHIN_S = 3.0
 DEADLINE_S = 60.0
+STREAMS = 4
 _ABSENT = {"unavailable"}
 _CLOSED = {"APIConnectionError", "RemoteProtocolError", "ReadError", "cut"}
 FAILURES = {
@@ -134,7 +137,7 @@ class Reader(threading.Thread):
                 stream = client.completions.create(
                     model=self._stack.model,
                     prompt=f"Count from {self._number} to 900:",
-                    max_tokens=1800,
+                    max_tokens=700,
                     temperature=0,
                     stream=True,
                     timeout=DEADLINE_S,
@@ -146,20 +149,11 @@ class Reader(threading.Thread):
             self.error = error
 
 
-def read(stack: Stack, pause_s: float = 0.0) -> list[str]:
-    """Return what four clients read while the gateway pauses once."""
-    readers = [Reader(stack, number) for number in range(4)]
+def read(stack: Stack) -> list[str]:
+    """Return what four clients read."""
+    readers = [Reader(stack, number) for number in range(STREAMS)]
     for reader in readers:
         reader.start()
-    if pause_s:
-        wait_until(lambda: all(reader.text for reader in readers), 30, "the first words")
-        gateway = stack.pid("gateway-0")
-        assert gateway is not None
-        os.kill(gateway, signal.SIGSTOP)
-        unread = [reader.is_alive() for reader in readers]
-        time.sleep(pause_s)
-        os.kill(gateway, signal.SIGCONT)
-        assert all(unread), "they had ended before the pause"
     for reader in readers:
         reader.join(DEADLINE_S)
         assert not reader.is_alive(), "a request hangs"
@@ -167,20 +161,25 @@ def read(stack: Stack, pause_s: float = 0.0) -> list[str]:
     return [reader.text for reader in readers]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(stack: Stack) -> list[str]:
-    """What four clients read while the gateway does not pause."""
-    wait_until(stack.healthy, 30, "healthy before the first pause")
-    return read(stack)
-
-
 @pytest.mark.parametrize("pause_s", [pytest.param(4.0, marks=pytest.mark.long), 10.0])
-def test_streams_of_a_gateway_that_pauses_are_complete(
-    stack: Stack, undisturbed: list[str], pause_s: float
-):
-    wait_until(stack.healthy, 30, "healthy before the pause")
-    assert read(stack, pause_s) == undisturbed
-    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+async def test_streams_of_a_gateway_that_pauses_are_complete(pause_s: float):
+    async with linked_stack() as bed:
+        undisturbed = await asyncio.to_thread(read, bed.stack)
+        gateway = bed.stack.pid("gateway-0")
+        assert gateway is not None
+        async with (
+            bed.hitting(["gateway-0"], streams=STREAMS, fate=signal.SIGSTOP) as hit,
+            asyncio.TaskGroup() as group,
+        ):
+            reading = group.create_task(asyncio.to_thread(read, bed.stack))
+            async with asyncio.timeout(DEADLINE_S):
+                await hit.happened.wait()
+            await asyncio.sleep(pause_s)
+            os.kill(gateway, signal.SIGCONT)
+        assert reading.result() == undisturbed
+        await asyncio.to_thread(
+            wait_until, lambda: pages_in_use(bed.stack) == 0, 30, "no pages in use"
+        )
 
 
 def test_a_killed_supervisor_leaves_no_process_behind():

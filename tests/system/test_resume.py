@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
-import os
-import signal
-import threading
 import urllib.parse
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.system.cutting import in_thread, linked_stack
 from tests.system.stack import Stack, module_stack, pages_in_use, second_gateway, wait_until
 
 if TYPE_CHECKING:
@@ -56,6 +55,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True, "sampling_seed": 4}},
     ),
 }
+CHOICES = len(BODIES) + 1
+"""One of them has two."""
 
 stack = module_stack("--enable-deterministic-inference")
 
@@ -193,26 +194,24 @@ def test_the_end_of_a_stream_is_received_again(stack: Stack, other: str) -> None
         assert output.content == expected.content
 
 
-def test_streams_survive_the_death_of_their_gateway(
-    stack: Stack, other: str, expected: dict[str, Output]
-) -> None:
+async def test_streams_survive_the_death_of_their_gateway(expected: dict[str, Output]) -> None:
+    """It dies when all of them are open."""
     outputs = {kind: Output() for kind in BODIES}
-    readers = [
-        threading.Thread(target=read, args=(outputs[kind], stack.url, *BODIES[kind]))
-        for kind in BODIES
-    ]
-    for reader in readers:
-        reader.start()
-    wait_until(lambda: all(output.events > 3 for output in outputs.values()), 30, "first events")
-    gateway = stack.pid("gateway-0")
-    assert gateway is not None
-    os.kill(gateway, signal.SIGKILL)
-    for reader in readers:
-        reader.join(60)
-    assert sum(not output.done for output in outputs.values()) >= 3, "they ended before the kill"
-    for kind, output in outputs.items():
-        if not output.done:
-            read(output, other, *BODIES[kind])
-        assert output.done
-        assert output.content == expected[kind].content, kind
-    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+    async with (
+        linked_stack("--enable-deterministic-inference") as bed,
+        in_thread(second_gateway(bed.stack)) as other,
+    ):
+        async with (
+            bed.hitting(["gateway-0"], streams=len(BODIES), choices=CHOICES),
+            asyncio.TaskGroup() as group,
+        ):
+            for kind, output in outputs.items():
+                group.create_task(asyncio.to_thread(read, output, bed.stack.url, *BODIES[kind]))
+        assert not any(output.done for output in outputs.values())
+        for kind, output in outputs.items():
+            await asyncio.to_thread(read, output, other, *BODIES[kind])
+            assert output.done
+            assert output.content == expected[kind].content, kind
+        await asyncio.to_thread(
+            wait_until, lambda: pages_in_use(bed.stack) == 0, 30, "no pages in use"
+        )
