@@ -17,7 +17,6 @@ from tests.faults.placements import commands_in, read_message
 from tests.faults.site import DETOKENIZER, LEADER, WORKER, go_on
 from tests.faults.streams import path_and_body
 from tests.support.nats_link import Action, LinkMessage, passes
-from tests.support.wait import until
 
 from antiphon.wire.command import Admit
 from antiphon.wire.routes import CANCEL, SUBMIT, TOKENS
@@ -182,13 +181,11 @@ class CancelBeforeSubmit:
 
     name: str = "cancel before submit"
     owner: bool = False
-    late_s: float = 1.0
 
     async def happen(self, site: Site) -> int:
         site.struck = set()
         seen = _Cancelled()
-        before_s = site.link.late_s
-        site.link.late_s, site.link.rule = self.late_s, seen
+        site.link.rule = seen
         path, body = path_and_body(site.stack.model, 0, TOKENS_OF_CANCELLED)
         try:
             async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
@@ -196,9 +193,11 @@ class CancelBeforeSubmit:
                 async with asyncio.timeout(REACHED_S):
                     await seen.submitted.wait()
                 asking.cancel()
-            await until(lambda: seen.cancels_first, REACHED_S)
+            async with asyncio.timeout(REACHED_S):
+                await seen.cancelled.wait()
         finally:
-            site.link.rule, site.link.late_s = passes, before_s
+            site.link.rule = passes
+            site.link.release()
         return 1
 
 
@@ -207,7 +206,7 @@ class _Cancelled:
     """The rule that lets the cancel of a request overtake it."""
 
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    cancels_first: bool = False
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     _request: str = ""
 
     def __call__(self, message: LinkMessage) -> Action:
@@ -215,8 +214,8 @@ class _Cancelled:
             return Action.PASS
         if message.subject.endswith(".submit"):
             self.submitted.set()
-            return Action.REORDER
-        self.cancels_first = True
+            return Action.PASS if self.cancelled.is_set() else Action.KEEP
+        self.cancelled.set()
         return Action.PASS
 
     def _of_it(self, message: LinkMessage) -> bool:

@@ -53,6 +53,8 @@ class Action(StrEnum):
     """It comes later, as does what follows it in its subject, as in NATS."""
     REORDER = "reorder"
     """It comes later, and what follows it in its subject overtakes it."""
+    KEEP = "keep"
+    """It comes when the link releases what it keeps, and what follows it overtakes it."""
     LAST = "last"
     """It passes, and nothing after it on this connection in this direction."""
     NONE_MORE = "none more"
@@ -111,6 +113,7 @@ class NatsLink:
         self._broker = urllib.parse.urlsplit(nats_url)
         self._connections: list[Connection] = []
         self._held: set[tuple[str, bool]] = set()
+        self._kept: list[tuple[asyncio.StreamWriter, bytes]] = []
         self._changed = asyncio.Event()
 
     def cut(self, client: str | None = None) -> None:
@@ -136,6 +139,12 @@ class NatsLink:
         """Hold nothing any more."""
         self._held.clear()
         self._wake()
+
+    def release(self) -> None:
+        """Pass on the messages that are kept."""
+        for writer, frame in self._kept:
+            _write_if_open(writer, frame)
+        self._kept.clear()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.up:
@@ -198,6 +207,9 @@ class NatsLink:
         if action in (Action.LAST, Action.NONE_MORE):
             connection.ended.add(message.sent)
         if action in (Action.DROP, Action.NONE_MORE) or not connection.open:
+            return
+        if action is Action.KEEP:
+            self._kept.append((writer, frame))
             return
         where = (message.sent, message.subject)
         loop = asyncio.get_running_loop()
