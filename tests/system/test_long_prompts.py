@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import signal
 import socket
 import threading
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.system.stack import Stack, module_stack, pages_in_use, wait_until
+from tests.system.cutting import LinkedStack, in_thread, linked_stack
+from tests.system.stack import Stack, pages_in_use, wait_until
 
 from antiphon.wire.codec import decode
 from antiphon.wire.command import Admit, CommandBatch
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -27,17 +27,20 @@ MESSAGE_BYTES = 20 * 1024
 PROMPT = [100 + number % 50 for number in range(1300)]
 TOKENS = 700
 
-stack = module_stack(
-    "--enable-deterministic-inference",
-    "--bus-payload-bytes-max",
-    str(MESSAGE_BYTES),
-    "--gateway-requests-max",
-    "16",
-    "--batching-running-max",
-    "4",
-    "--queue-waiting-max",
-    "4",
-)
+KILLED_AT = 50
+"""Tokens that are out when the worker and the leader die."""
+
+
+@pytest.fixture
+async def bed() -> AsyncIterator[LinkedStack]:
+    async with linked_stack(
+        "--enable-deterministic-inference",
+        *("--bus-payload-bytes-max", str(MESSAGE_BYTES)),
+        *("--gateway-requests-max", "16"),
+        *("--batching-running-max", "4"),
+        *("--queue-waiting-max", "4"),
+    ) as running:
+        yield running
 
 
 class Sizes:
@@ -105,24 +108,22 @@ def events(stack: Stack) -> Iterator[dict[str, Any]]:
                 yield json.loads(line[6:])
 
 
-def read(stack: Stack, victims: Sequence[str] = ()) -> dict[str, Any]:
+def read(stack: Stack) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for last in events(stack):
         assert "error" not in last, last
-        if victims and last["meta_info"]["completion_tokens"] >= 50:
-            for name in victims:
-                pid = stack.pid(name)
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-            victims = ()
     return last
 
 
-def test_long_prompt_survives_worker_and_leader_and_is_never_sent(stack: Stack) -> None:
-    whole = read(stack)
+async def test_long_prompt_survives_worker_and_leader_and_is_never_sent(bed: LinkedStack) -> None:
+    stack = bed.stack
+    whole = await asyncio.to_thread(read, stack)
     assert whole["meta_info"]["prompt_tokens"] == len(PROMPT)
-    with Sizes(stack.nats_url) as sizes:
-        found = read(stack, ("scheduler-0", "worker-0"))
+    async with (
+        in_thread(Sizes(stack.nats_url)) as sizes,
+        bed.hitting(["scheduler-0", "worker-0"], streams=1, tokens=KILLED_AT),
+    ):
+        found = await asyncio.to_thread(read, stack)
     assert found["text"] == whole["text"]
     assert found["output_ids"] == whole["output_ids"]
     submits = [decode(payload, (SubmitRequest,)) for payload in sizes.submits]
@@ -136,6 +137,6 @@ def test_long_prompt_survives_worker_and_leader_and_is_never_sent(stack: Stack) 
     assert len(admits) >= 2, "it is admitted again by the next worker"
     assert all(one.prompt is not None and not one.prompt_ids for one in submits)
     assert max(map(len, sizes.submits + sizes.commands)) < 4 * len(PROMPT)
-    wait_until(stack.healthy, 30, "healthy after the kills")
-    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
-    assert "antiphon_media_bytes 0.0" in stack.get("/metrics")
+    await asyncio.to_thread(wait_until, stack.healthy, 30, "healthy after the kills")
+    await asyncio.to_thread(wait_until, lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+    assert "antiphon_media_bytes 0.0" in await asyncio.to_thread(stack.get, "/metrics")
