@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
+from tests.gpu.models import (
+    LOGPROBS,
+    greedy_requests,
+    open_sized,
+    runner_of,
+    uncaptured,
+    watching,
+)
 from tests.kernels.dry_run import SAMPLED, Launch, every_launch, loop_of, request
 from tests.kernels.interpreted.checks import (
     LONG,
@@ -52,6 +59,8 @@ DEVICE = "cuda"
 TRITON, FLASHINFER = "attention.paged:triton", "attention.paged:flashinfer"
 LATENT = 512, 64
 """Numbers of a latent, and rotated ones beside it, of DeepSeek V2 and V3."""
+TORCH = (2, 11), (2, 13)
+"""The first and the last release of torch that the kernels are meant to run with on a GPU."""
 NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
 """By the dtype of the GPU: how far its logprobs may be from those of the CPU in float32."""
 PROMPTS = 64
@@ -61,7 +70,8 @@ Facts = dict[str, Any]
 
 
 def versions() -> Facts:
-    """Fails where the kernels are not compiled for the GPU, or it cannot add."""
+    """Fails where torch is not supported, no kernel is compiled for the GPU, or it cannot add."""
+    check_torch(torch.__version__)
     properties = torch.cuda.get_device_properties(DEVICE)
     sm = 10 * properties.major + properties.minor
     one = torch.ones(1024, device=DEVICE)
@@ -76,6 +86,19 @@ def versions() -> Facts:
         "triton": version("triton"),
         "python": sys.version.partition(" ")[0],
     }
+
+
+def check_torch(installed: str) -> None:
+    """A torch that is not supported on a GPU ends the stage with one line.
+
+    Raises:
+        SystemExit: It is older, or newer.
+    """
+    first, last = TORCH
+    major, minor, *_ = installed.split(".")
+    if not first <= (int(major), int(minor)) <= last:
+        wanted = " to ".join(f"{major}.{minor}" for major, minor in TORCH)
+        raise SystemExit(f"torch {installed} is installed; torch {wanted} is wanted")
 
 
 def flashinfer(
@@ -177,32 +200,52 @@ def graphs(
     *,
     dtype: str = "bfloat16",
     rows: int = 8,
+    rows_padded: int = 5,
     new_tokens: int = 24,
 ) -> Facts:
     """Tokens and logprobs have the same bits with graphs and without: of rows that are prefilled
-    together, and of their decode steps."""
+    together, and of their decode steps.
+
+    So have fewer rows that are padded to that size, with graphs and launched kernel by kernel: as
+    they are, products of another size may add in another order.
+    """
     folder = folder or embedded.path()
-    found: list[list[tuple[list[int], list[float | None]]]] = []
-    for sizes, tokens in (((), ()), ((rows,), (10 * rows,))):
-        model = open_model(folder, device=device, dtype=dtype, pages=rows * 20)
-        assert runner_of(model).capture(sizes).sizes == sizes
-        assert runner_of(model).capture_prefills(tokens).sizes == tokens
-        loop = ModelLoop(
-            model,
-            overlap=True,
-            step_tokens_max=16 * rows,
-            chunk_tokens=16 * rows,
-            running_max=rows,
-        )
-        asked = greedy_requests(model.spec.vocabulary, rows, 10, new_tokens, logprobs=True)
-        ran = loop.run(asked)
-        found.append([(each.ids, [token.logprob for token in each.tokens]) for each in ran])
-        plans = [record.plan for record in loop.loop.recorder.records()]
-        steps = sum(len(plan.slot) == len(plan.tokens) == rows for plan in plans)
-        assert steps >= new_tokens - 2, "all rows are decoded together"
-        assert len(plans[0].tokens) == 10 * rows, "and all are prefilled together"
-    assert found[0] == found[1]
-    return {"rows": rows, "tokens": rows * new_tokens}
+    captured = (rows,), (10 * rows,)
+    run = partial(_graphs_outputs, folder, device, dtype, new_tokens)
+    assert run(rows, ((), ())) == run(rows, captured)
+    with uncaptured():
+        launched = run(rows_padded, captured)
+    assert launched == run(rows_padded, captured)
+    return {"rows": rows, "rows_padded": rows_padded, "tokens": (rows + rows_padded) * new_tokens}
+
+
+def _graphs_outputs(
+    folder: Path,
+    device: str,
+    dtype: str,
+    new_tokens: int,
+    rows: int,
+    captured: tuple[tuple[int, ...], tuple[int, ...]],
+) -> list[tuple[list[int], list[float | None]]]:
+    """The tokens and logprobs of so many rows, by graphs of these sizes of decodes and prefills."""
+    model = open_model(folder, device=device, dtype=dtype, pages=rows * 20)
+    sizes, tokens = captured
+    assert runner_of(model).capture(sizes).sizes == sizes
+    assert runner_of(model).capture_prefills(tokens).sizes == tokens
+    loop = ModelLoop(
+        model,
+        overlap=True,
+        step_tokens_max=16 * rows,
+        chunk_tokens=16 * rows,
+        running_max=rows,
+    )
+    asked = greedy_requests(model.spec.vocabulary, rows, 10, new_tokens, logprobs=True)
+    ran = loop.run(asked)
+    plans = [record.plan for record in loop.loop.recorder.records()]
+    steps = sum(len(plan.slot) == len(plan.tokens) == rows for plan in plans)
+    assert steps >= new_tokens - 2, "all rows are decoded together"
+    assert len(plans[0].tokens) == 10 * rows, "and all are prefilled together"
+    return [(each.ids, [token.logprob for token in each.tokens]) for each in ran]
 
 
 def determinism(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from tests.support.models import open_model
 from tests.support.worker import state
 
 from antiphon.config.model import LoadFormat
-from antiphon.kernels.stream import open_stream
+from antiphon.kernels.stream import CudaStream, Graph, InterpretedStream, open_stream
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.runner import opening
 from antiphon.model_worker.runner.device_runner import DeviceRunner
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from tests.kernels.published import Sizes
     from torch import Tensor
 
-    from antiphon.kernels.stream import Cut, Download, Graph, Stream
+    from antiphon.kernels.stream import Cut, Download, Stream
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
 
@@ -107,6 +108,19 @@ def watching(see: Callable[[Launch], object]) -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "open_stream", open_watched)
+        yield
+
+
+@contextmanager
+def uncaptured() -> Generator[None]:
+    """What models that run meanwhile would capture is launched kernel by kernel in each replay."""
+
+    def capture(_: Stream, run: Callable[[Cut], None]) -> Graph:
+        return Graph(partial(run, lambda call: call()), 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (CudaStream, InterpretedStream):
+            patch.setattr(kind, "capture", capture)
         yield
 
 

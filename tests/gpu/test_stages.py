@@ -82,6 +82,21 @@ def test_stages_after_one_that_fails_are_run(capsys: pytest.CaptureFixture[str])
     assert run_stages(stages[1:]) == 0
 
 
+@pytest.mark.parametrize("installed", ["2.10.1", "2.14.0+cu130", "3.0.0", "1.13.1"])
+def test_a_torch_that_is_not_supported_is_named_in_one_line(installed: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        checks.check_torch(installed)
+    assert ended.value.code == f"torch {installed} is installed; torch 2.11 to 2.13 is wanted"
+
+
+def test_a_torch_of_another_version_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    with pytest.raises(SystemExit, match=r"2\.11 to 2\.13 is wanted"):
+        checks.versions()
+    for installed in ("2.11.0", "2.12.1+cu130", "2.13.0a0+git1234"):
+        checks.check_torch(installed)
+
+
 def test_every_stage_fits_ten_minutes_and_has_a_function() -> None:
     stages = [*command.CHECKS, *command.BENCHES]
     assert all(stage.timeout_s <= TIMEOUT_S for stage in stages)

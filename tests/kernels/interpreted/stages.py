@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +19,11 @@ from antiphon.kernels.triton import attention, heads
 from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.kernels.stream import Cut
+    from antiphon.model_worker.batching.plan import StepPlan
 
 TINY = replace(MODELS["Llama-3.1-8B"], hidden=64, width=96, heads=(4, 2, 16), vocabulary=300)
 SPARSE = replace(TINY, experts=(4, 2))
@@ -55,12 +59,15 @@ def test_a_launch_outside_the_compile_table_is_found() -> None:
         checks.launches(TINY, "interpreter", table, dtype="float32", prompts=(3, 70, 9))
 
 
+SIZES: Mapping[str, Any] = {"dtype": "float32", "rows": 3, "rows_padded": 2, "new_tokens": 5}
+
+
 def test_steps_with_graphs_and_without_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_llama(tmp_path, {"num_hidden_layers": 1})
-    sizes = {"dtype": "float32", "rows": 3, "new_tokens": 5}
-    assert checks.graphs(folder, "interpreter", **sizes) == {"rows": 3, "tokens": 15}
+    found = checks.graphs(folder, "interpreter", **SIZES)
+    assert found == {"rows": 3, "rows_padded": 2, "tokens": 25}
     run = DecodeGraphs._run
 
     def another(graphs: DecodeGraphs, size: int, cut: Cut) -> None:
@@ -69,7 +76,23 @@ def test_steps_with_graphs_and_without_are_compared(
 
     monkeypatch.setattr(DecodeGraphs, "_run", another)
     with pytest.raises(AssertionError):
-        checks.graphs(folder, "interpreter", **sizes)
+        checks.graphs(folder, "interpreter", **SIZES)
+
+
+def test_padded_steps_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph whose rows behind those of requests are wrong, and change those of requests."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    score = DecodeGraphs.score
+
+    def another(graphs: DecodeGraphs, plan: StepPlan, groups: Sequence[Any]) -> FusedDecoderOutput:
+        made = score(graphs, plan, groups)
+        if len(plan.slot) == 2 and graphs._graphs[3].size_bytes:  # captured, and padded
+            made.logits[0, 1:].mul_(1 + 1e-6)
+        return made
+
+    monkeypatch.setattr(DecodeGraphs, "score", another)
+    with pytest.raises(AssertionError):
+        checks.graphs(folder, "interpreter", **SIZES)
 
 
 @pytest.mark.long
