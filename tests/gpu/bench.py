@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from tests.gpu.costs import DECODE_AIMS, GpuRates, decode_cost
+from tests.gpu.costs import AIMS, GpuRates, decode_cost
 from tests.gpu.models import greedy_requests, open_sized, runner_of
 from tests.gpu.timing import COPY_BYTES, PRODUCT_SIDE, Stopwatch, idle_share
 from tests.kernels.dry_run import PAGE_TOKENS
@@ -41,12 +41,6 @@ if TYPE_CHECKING:
 DEVICE = "cuda"
 KIND = torch.bfloat16
 LLAMA, QWEN = MODELS["Llama-3.1-8B"], MODELS["Qwen3-30B-A3B"]
-AIMS = {
-    "memory": 0.85,
-    "matmul": 0.70,
-    "reads": 1.5,
-    **{f"batch {rows}": share for rows, share in DECODE_AIMS.items()},
-}
 IDLE_MAX = 0.03
 HOST_MS_MAX = 0.5
 """Of a step, and hidden: while the GPU computes the one before."""

@@ -42,6 +42,18 @@ class Sizes:
         """Whether it caches latents."""
         return "kv_lora_rank" in self.fields
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has gated delta nets."""
+        return "linear_num_value_heads" in self.fields
+
+    @property
+    def routed(self) -> tuple[int, int] | None:
+        """Its experts as `experts`, where its config.json names them in its own way, too."""
+        if "n_routed_experts" not in self.fields:
+            return self.experts
+        return self.fields["n_routed_experts"], self.fields["num_experts_per_tok"]
+
     def config(self, layers: int) -> dict[str, Any]:
         """Its config.json, with so many layers."""
         queries, kv_heads, size = self.heads
@@ -182,3 +194,32 @@ MODELS = {
         },
     ),
 }
+
+RECURRENT_MODELS = {
+    "Qwen3-Next-80B-A3B": Sizes(
+        hidden=2048,
+        width=5120,
+        heads=(16, 2, 256),
+        vocabulary=151936,
+        layers=48,
+        experts=(512, 10),
+        fields={
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "full_attention_interval": 4,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000000.0,
+        },
+    ),
+}
+"""With states, whose steps are not recorded: of what they launch, some shapes are compiled."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tests.gpu.costs import DECODE_AIMS, GPUS, GROUPED_BYTES, LAUNCHES, decode_cost, launches_of
+from tests.gpu.costs import (
+    AIMS,
+    DECODE_AIMS,
+    GPUS,
+    GROUPED_BYTES,
+    LAUNCHES,
+    TIMED,
+    decode_cost,
+    launches_of,
+)
 from tests.kernels import amd
-from tests.kernels.ahead_of_time import read_table
-from tests.kernels.published import MODELS
+from tests.kernels.ahead_of_time import FEW_ELEMENTS, MULTIPLYING, read_table
+from tests.kernels.kernel_sources import mutants, mutants_of, operations_of
+from tests.kernels.published import MODELS, RECURRENT_MODELS
 
 from antiphon.kernels.flashinfer import backend as flashinfer
 from antiphon.kernels.flashinfer import build
@@ -26,6 +37,8 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 KEYS = 512
+DENSE_LAYERS = {"DeepSeek-V3": 3}
+"""Layers without experts, as published."""
 STATUS = {
     "cpu": "runs",
     "flashinfer": "equals its reference on what stands for FlashInfer; not yet run on a GPU",
@@ -68,7 +81,7 @@ Triton kernels are written for {_names(DTYPES)}, and accept compute capabilities
 The interpreter has run all three dtypes. Its own bfloat16 computes with integers; ours rounds after
 each operation, and is compared with torch. Each access of memory in these runs is checked: that it
 lies in the tensor that its pointer began in, that no two programs write to one address, and that
-none reads what another one writes. Programs run in a random order. Edits of
+none reads what another one writes. Programs run in a random order. {len(mutants())} edits of
 the kernels, some of which only these checks find, must fail ([decision
 70](decisions/0070-each-access-of-an-interpreted-launch-is-checked.md)).
 
@@ -90,8 +103,14 @@ memory of a block there. In the loop that multiplies matrices, or without one an
 128 bits a thread at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows
 are multiplied by the matrix units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones
 are loaded meanwhile; of fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and
-10.x. Bits of a load, and of the launch that uses most registers of a thread, KiB of shared memory,
-and instructions that multiply:
+10.x.
+
+Of each kernel: in how many dtypes the interpreter has run the operations that launch it; the
+mutants, edits of it, of what it calls, or of what launches it, that must fail; what compiles: the
+launches, the bits of a load, and for a compute capability, of the launch that uses most registers
+of a thread, these, KiB of shared memory, and instructions that multiply; the share that is
+expected on a GPU, of what is measured beside it, where `make bench-gpu` times a call that launches
+it, alone or with others; and what a GPU has measured:
 
 {_compiled()}
 
@@ -121,20 +140,23 @@ vector registers first:
 
 `make test-gpu` checks and times all of this on an H100 or H200, in stages that are processes of
 their own: each kernel under compute-sanitizer, the cases of the interpreter against the CPU,
-launches that are not in the table above, bits of steps with graphs and without, and of
-deterministic inference, two ranks against one where there are two GPUs, and 64 prompts against the
-CPU. `make bench-gpu` compares kernels with copies and products of torch that are measured beside
-them, decode steps of Llama-3.1-8B's shape with the roofline, and prefills in pieces with those
-without; it says what the host works in a step, and for which share of it the GPU is idle. **No
-figure is known yet.**
+launches that are not in the table above, bits of steps with graphs and without, full and padded,
+and of deterministic inference, two ranks against one where there are two GPUs, and 64 prompts
+against the CPU. A torch that is not of 2.11 to 2.13 fails the first of them. `make bench-gpu`
+compares kernels with copies and products of torch that are measured beside them, decode steps of
+Llama-3.1-8B's shape with the roofline, and prefills in pieces with those without; it says what the
+host works in a step, and for which share of it the GPU is idle. **No figure is known yet.**
 
 What a decode step in bfloat16 costs at least, whose rows have {KEYS} keys each: it reads all
 weights but embeddings, of evenly chosen experts those that some row has, and keys and values; of
 weights in groups, codes and scales. The
 time is that of the bytes or, where they take longer, of the products, by the data sheets of GPUs
 with SXM. The aim is a share of this rate: {aims}.
-Launches are those of a graph, without sampling. A test compares the formulae with what a worker
-launches.
+Launches are those of a graph, without sampling and sums of ranks. A test compares the formulae with
+what a worker launches. Of DeepSeek-V3 it is the cost of each of 8 ranks, which have a share of the
+heads, of each expert and of the vocabulary, and read all latents; 8 H200s do not hold its weights
+in bfloat16, which are half as many bytes in the fp8 that is published. Steps of Qwen3-Next-80B-A3B
+are captured in pieces, whose launches are not counted; a state is read and written by each step.
 
 {_costs()}
 
@@ -263,9 +285,10 @@ device, and the host waits for nothing but the copy of a step's tokens and flags
 refuses a step that reads anything else, and computes each stream in a thread of its own ([decision
 64](decisions/0064-a-device-is-launched-and-read-later.md)). In tests a seed decides how much each
 stream has computed whenever the host looks, beside a page store that saves and fetches pages; and
-whole steps, prefills and verified drafts included, run on fake CUDA tensors, which refuse operands
-of the host and reads by it ([decision 83](decisions/0083-streams-are-played-by-seed.md)). Edits of
-the source that lose a wait, reuse staging, or leave a tensor on the host must be found.
+whole steps, prefills, verified drafts, recurrent layers and rows of an image included, run on fake
+CUDA tensors, which refuse operands of the host and reads by it ([decision
+83](decisions/0083-streams-are-played-by-seed.md)). Edits of the source that lose a wait, reuse
+staging, or leave a tensor on the host must be found.
 
 Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's batch sizes up to
 `--max-running-requests` and 256, and padded to the next size; `--cuda-graph-bs`,
@@ -315,29 +338,60 @@ def _costs() -> str:
     for name, weight_bytes in GROUPED_BYTES.items():
         method = (MODELS[name].grouped or {})["quant_method"]
         served.append((f"{name}, {method}", name, weight_bytes))
+    served += [(name, name, ()) for name in RECURRENT_MODELS]
     for title, name, weight_bytes in served:
-        sizes = MODELS[name]
+        sizes, dense = {**MODELS, **RECURRENT_MODELS}[name], DENSE_LAYERS.get(name, 0)
+        if dense:
+            sizes = replace(sizes, fields={**sizes.fields, "first_k_dense_replace": dense})
+        served_by = f", one of {sizes.ranks} ranks" if sizes.ranks > 1 else ""
         for rows, share in DECODE_AIMS.items():
             cost = decode_cost(sizes, sizes.layers, rows, KEYS, *weight_bytes)
             read = f"{cost.weight_bytes / 1e9:.2f} GB | {cost.cache_bytes / 1e9:.2f} GB"
-            counts = f"{cost.operations / 1e12:.3f} TFLOP | {launches_of(name, sizes.layers)}"
+            known = name in LAUNCHES
+            launches = launches_of(name, sizes.layers, dense) if known else "in pieces"
+            counts = f"{cost.operations / 1e12:.3f} TFLOP | {launches}"
             times = [cost.seconds(rates) for rates in GPUS.values()]
             reached = (f"{time * 1e3:.2f} ms | {share * rows / time:,.0f}" for time in times)
-            lines.append(f"| {title} | {rows} | {read} | {counts} | {' | '.join(reached)} |")
+            named = f"{title}{served_by} | {rows}"
+            lines.append(f"| {named} | {read} | {counts} | {' | '.join(reached)} |")
     return "\n".join(lines)
 
 
 def _compiled() -> str:
     rows = read_table()
-    lines = [f"| kernel | launches | load | {' | '.join(f'sm_{sm}' for sm in SMS)} |"]
-    lines.append("|---" * (3 + len(SMS)) + "|")
+    capabilities = " | ".join(f"sm_{sm}" for sm in SMS)
+    lines = [
+        f"| kernel | interpreter | mutants | launches | load | {capabilities} | expected share "
+        "| measured |"
+    ]
+    lines.append("|---" * (7 + len(SMS)) + "|")
     used = {(row.kernel, row.sm): row for row in rows}
     for name in dict.fromkeys(row.kernel for row in rows):
         each = [used.get((name, sm)) for sm in SMS]
         found = [row for row in each if row is not None]
         count, bits = max(row.launches for row in found), min(row.load_bits for row in found)
-        lines.append(f"| `{name}` | {count} | {bits} | {' | '.join(map(_cell, each))} |")
+        interpreted = f"{len(DTYPES)} dtypes" if operations_of(name) else "—"
+        lines.append(
+            f"| `{name}` | {interpreted} | {len(mutants_of(name))} | {count} | {bits} "
+            f"| {' | '.join(map(_cell, each))} | {_expected(name)} | not yet run on a GPU |"
+        )
     return "\n".join(lines)
+
+
+def _expected(kernel: str) -> str:
+    """What part of what is measured beside it a kernel should reach."""
+    said = {
+        "memory": f"{AIMS['memory']:.0%} of a copy",
+        "matmul": f"{AIMS['matmul']:.0%} of a product or a copy",
+        "reads": f"with others, {AIMS['reads']} reads of all logits",
+    }
+    words = [said[stage] for stage, launched in TIMED.items() if kernel in launched]
+    if words:
+        return "; ".join(words)
+    if kernel in FEW_ELEMENTS:
+        return "none: bound by its launch"
+    bound = "products or bytes" if kernel in MULTIPLYING else "bytes"
+    return f"none: bound by {bound}, and not timed by itself"
 
 
 def _cell(row: Row | None) -> str:

@@ -816,6 +816,9 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("pages", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)", checks.check_far_bytes),
     ("pages", "ceil_div(size, PASS)", "size // PASS", partial(checks.check_pages, size=9000)),
     ("logits", "seen > 0", "seen < 0", changes),
+    ("logits", "before + tl.load(values", "tl.load(values", changes),
+    ("sampling", "base[:, None]) / tl.load(temperature + row)", "base[:, None])", draws),
+    ("sampling", "highest / temperature + total", "highest + total", draws),
 ]
 
 
