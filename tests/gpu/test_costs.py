@@ -18,8 +18,7 @@ from tests.gpu.costs import (
     launches_of,
     used_experts,
 )
-from tests.kernels.ahead_of_time import name_of
-from tests.kernels.dry_run import PAGE_TOKENS, in_groups, open_worker, recording, taken_by
+from tests.kernels.dry_run import PAGE_TOKENS, in_groups, name_of, open_worker, recording, taken_by
 from tests.kernels.no_data import META, uploaded
 from tests.kernels.published import MODELS, RECURRENT_MODELS
 from torch import Tensor

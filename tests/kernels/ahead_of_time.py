@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
-from tests.kernels.dry_run import ALIGNED, ALIGNMENT, Launch, every_launch
+from tests.kernels.dry_run import ALIGNED, ALIGNMENT, Launch, every_launch, name_of
 from tests.kernels.published import MODELS
 from tests.kernels.sass import Code, code_of
 from triton.backends.compiler import GPUTarget
@@ -180,11 +180,6 @@ class Row(NamedTuple):
             matrix=_listed({*self.matrix.split("/"), *more.matrix.split("/")}),
             load_bits=min(self.load_bits, more.load_bits),
         )
-
-
-def name_of(launch: Launch) -> str:
-    """The name of its kernel in the table."""
-    return f"{launch.module.rpartition('.')[2]}.{launch.kernel.removesuffix('_kernel')}"
 
 
 def by_kernel(every: Iterable[Launch], sms: Iterable[int]) -> dict[RowKey, list[Launch]]:

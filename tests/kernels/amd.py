@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import triton
-from tests.kernels.ahead_of_time import digest_of, name_of, options_of, source_of
-from tests.kernels.dry_run import Launch, every_launch
+from tests.kernels.ahead_of_time import digest_of, options_of, source_of
+from tests.kernels.dry_run import Launch, every_launch, name_of
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 

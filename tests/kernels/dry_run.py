@@ -102,6 +102,11 @@ class Launch(msgspec.Struct, frozen=True):
         return sm >= E4M3_SM or not any("fp8e4nv" in argument for argument in self.arguments)
 
 
+def name_of(launch: Launch) -> str:
+    """The name of its kernel in the table."""
+    return f"{launch.module.rpartition('.')[2]}.{launch.kernel.removesuffix('_kernel')}"
+
+
 @cache
 def every_launch(models: tuple[str, ...] = tuple(MODELS)) -> tuple[Launch, ...]:
     """Those of workers with these models, and of operations that only other models call."""

@@ -224,10 +224,11 @@ def gpu_bytes(kind: str) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def test_codes_of_4_bits_in_groups_of_16_take_a_byte() -> None:
-    """Two codes of a byte are of inputs 16 apart, and share a scale."""
+def test_codes_of_4_bits_stay_so_in_groups_of_16_and_of_whole_units() -> None:
+    """Two codes of a byte are of inputs 16 apart: they share a scale, or each has its own."""
     grouping = replace(LAYOUTS["Q4_0"].grouping, group=16)
-    assert codes_of(grouping, 256) == GroupedCodes(8)
+    assert codes_of(grouping, 256) == GroupedCodes(4, -8)
+    assert codes_of(replace(grouping, group=48), 256) == GroupedCodes(8)
     assert codes_of(replace(grouping, group=32), 256) == GroupedCodes(4, -8)
     assert codes_of(replace(grouping, group=8), 256) is codes_of(grouping, 80) is None
 
