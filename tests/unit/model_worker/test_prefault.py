@@ -19,6 +19,7 @@ from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.runner import prefault
 from antiphon.model_worker.runner.pools import GroupMemory
 from antiphon.model_worker.runner.prefault import Prefault
+from antiphon.wire.command import PauseMode, PauseWorker
 
 if TYPE_CHECKING:
     import pytest
@@ -133,3 +134,28 @@ def test_an_idle_loop_prepares_until_mail_arrives() -> None:
     assert not thread.is_alive()
     assert prepared == [True] * 5
     assert sum(report.rows for report in reports) == 4
+
+
+def test_a_request_times_out_though_there_is_always_something_to_prepare() -> None:
+    world, box = World(1, queue_timeout_s=5.0, running_timeout_s=None), Mailbox(2)
+    reports: list[StepReport] = []
+    clock = [0.0]
+
+    def prepare() -> bool:
+        clock[0] += 1.0
+        if clock[0] == 20.0:
+            box.close()
+        return True
+
+    box.submit_command(PauseWorker(mode=PauseMode.IN_PLACE))
+    box.run(ChoiceKey(0), state([5, 6, 7], max_new_tokens=4, ignore_eos=True))
+    launcher = InTurn(world.runner)
+    loop = BatchingLoop(
+        *(world.batching, launcher, box, reports.append),
+        clock=lambda: clock[0],
+        prepare=prepare,
+    )
+    loop.run()
+    assert clock == [20.0]
+    assert [report.paused for report in reports if report.progress] == [True]
+    assert world.batching.idle

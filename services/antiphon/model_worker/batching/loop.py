@@ -109,7 +109,7 @@ class BatchingLoop(Generic[Rows]):
     row may sample can depend on tokens in flight: the sampling part of such a plan follows when all
     plans before it are committed, while its forward pass is computed. `deliver` receives every
     report, in order, in the loop's thread. While there is nothing to do, `prepare` is called for
-    short work ahead of later steps, until it says that none is left.
+    short work ahead of later steps, until it says that none is left or a request times out.
 
     A plan that cannot be built or raises is run again in halves until the request at fault is
     alone. A request that cannot be added, planned or committed ends alone; where the fault cannot
@@ -286,10 +286,11 @@ class BatchingLoop(Generic[Rows]):
         idle = not self._flights and (self.paused or self._core.idle or self._core.starved)
         if idle:
             self.progress_count = 0
-            while not self._mailbox.has_news and self._prepare():
-                pass
         # Requests may time out during a pause.
         due = self._core.next_due if idle else None
+        while idle and not self._mailbox.has_news and (due is None or self._clock() < due):
+            if not self._prepare():
+                break
         timeout_s = None if due is None else max(0.0, due - self._clock())
         mail = self._mailbox.take(wait=idle, timeout_s=timeout_s)
         self._beat()
